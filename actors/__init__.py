@@ -1,0 +1,1 @@
+"""Who does it: one file an actor. `host.py` and `simulated.py` are the only files that know what an actor runs on."""

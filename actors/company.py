@@ -1,0 +1,342 @@
+"""The children of a run: who lives, who is replaced, which weights they hold.
+
+Owns the actors that the director leads, and the current weight version. Promises:
+- a version is announced only after every generator proved by checksum that it holds it; a generator that cannot prove
+  it is ended and replaced, and takes no work before it has proved (law 4);
+- a child that dies is started again with back-off and welcomed with all that it must know; more than `RESTARTS` deaths
+  within `RESTART_WINDOW_S` seconds stop the run, saying whose;
+- children are found again by name, so that a new director takes over the company of the one before (law 7);
+- a child that is scaled away finishes its work first, at most for the length of an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from troupe.actors.context import Context, within
+from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.engines.base import Engine
+from troupe.actors.env_pool import EnvPool
+from troupe.actors.evaluator import Evaluator
+from troupe.actors.generator import Generator
+from troupe.actors.learner import Learner, Trains
+from troupe.actors.ledger import Ledger
+from troupe.actors.settings import RunConfig
+from troupe.actors.store import Store
+from troupe.protocol.errors import ActorLost, NotReady, TimedOut, TroupeError
+from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, Routes, Scale, Weights
+
+T = TypeVar("T")
+
+RESTARTS = 8
+RESTART_WINDOW_S = 300.0
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a run is made of beside its recipe: where the model lies, and what learner and generators wrap."""
+
+    model_folder: str
+    make_engine: Callable[[str], Engine]
+    make_trainer: Callable[[], Trains]
+
+
+class Company:
+    """Starts, watches, replaces, scales and ends the children of one run."""
+
+    def __init__(self, context: Context, config: RunConfig, parts: Parts, limits: Limits, ledger: Ledger) -> None:
+        self._context, self._config, self._parts = context, config, parts
+        self._limits, self._ledger = limits, ledger
+        self._wanted = {"env": config.env.actors, "generator": config.generator.replicas, **ledger.wanted()}
+        self._weights: Weights | None = None
+        self._proved: dict[str, int] = {}
+        self._alive: set[str] = set()
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._deaths: dict[str, deque[float]] = {}
+        self._publishing = asyncio.Lock()
+        self._scaling = asyncio.Lock()
+        self.version = -1
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def pools(self) -> list[str]:
+        """Environment pools that live."""
+        return sorted(n for n in self._alive if n.startswith("env-"))
+
+    def generators(self) -> list[str]:
+        """Generators that live, proved or not."""
+        return sorted(n for n in self._alive if n.startswith("generator-"))
+
+    def roll_call(self) -> dict[str, str]:
+        """Every child and how it is: "alive", "proved" (a generator that takes work), "proving" or "dead"."""
+        states = {}
+        for name in sorted(self._watchers):
+            state = "alive" if name in self._alive else "dead"
+            if name.startswith("generator-") and state == "alive":
+                state = "proved" if self._proved.get(name) == self.version else "proving"
+            states[name] = state
+        return states
+
+    async def patiently(self, what: str, call: Callable[[], Awaitable[T]], seconds: float = 120.0) -> T:
+        """Calls a child again while it is being replaced, at most for five minutes."""
+        deadline = self._context.clock.now() + RESTART_WINDOW_S
+        while True:
+            try:
+                return await within(seconds, what, call())
+            except (ActorLost, NotReady) as error:
+                if self._context.clock.now() > deadline:
+                    raise TimedOut(f"{what}: {error} (for {RESTART_WINDOW_S:g} s)") from error
+                await asyncio.sleep(0.5)
+
+    def _of(self, kind: str) -> set[str]:
+        return {n for n in self._watchers if n.startswith(kind)}
+
+    # -- for the director --------------------------------------------------------------------------------------------------
+
+    async def gather(self) -> None:
+        """Starts or finds every child, then watches over all of them."""
+        await asyncio.gather(self._ensure("store"), self._ensure("learner"))
+        pools = [f"env-{i}" for i in range(self._wanted["env"])]
+        generators = [f"generator-{i}" for i in range(self._wanted["generator"])]
+        await asyncio.gather(self._ensure("dispatcher"), *(self._ensure(name) for name in [*pools, *generators]))
+        await self._ensure("evaluator")
+        await self._tell_pools()
+
+    async def publish(self, weights: Weights) -> None:
+        """Gives the weights to every generator, takes the proofs, then announces the version."""
+        async with self._publishing:
+            self._weights = weights
+            await asyncio.gather(*(self._prove(name) for name in self.generators()))
+            self.version = weights.version
+            await self._route()
+            dispatcher = self._context.ref("dispatcher", Dispatcher)
+            await self.patiently("dispatcher.announce", lambda: dispatcher.announce(Announce(weights.version)))
+        self._ledger.note(
+            "announced", version=weights.version, checksum=weights.checksum, generators=sorted(self._proved)
+        )
+
+    async def scale(self, wanted: Scale) -> None:
+        """Changes the number of environment pools or generators; returns when it is done."""
+        async with self._scaling:
+            if wanted.env_actors is not None:
+                self._wanted["env"] = wanted.env_actors
+                await self._scale_pools()
+            if wanted.generators is not None:
+                self._wanted["generator"] = wanted.generators
+                await self._scale_generators()
+        self._ledger.note("scale", wanted=dict(self._wanted))
+
+    async def close(self) -> None:
+        """Ends every child."""
+        watchers = list(self._watchers.values())
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
+        await asyncio.gather(*(self._context.kill(name) for name in self._watchers), return_exceptions=True)
+        self._watchers.clear()
+        self.broken.cancel()
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    async def _prove(self, name: str) -> None:
+        """Loads the current weights into one generator. One that cannot prove them is put out of the company."""
+        assert self._weights is not None
+        weights = self._weights
+        try:
+            held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
+        except ActorLost:
+            self._proved.pop(name, None)  # its watcher replaces it
+            return
+        except TroupeError as error:
+            self._proved.pop(name, None)
+            self._ledger.say(f"{name}: {error}")
+            await self._context.kill(name)
+            return
+        self._proved[name] = held.version
+
+    async def _route(self) -> None:
+        """Tells every pool which generators hold proved weights."""
+        names = sorted(n for n, v in self._proved.items() if v == self.version)
+        for pool in self.pools():
+            try:
+                await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(Routes(names)))
+            except ActorLost:
+                continue  # its watcher replaces it
+
+    async def _refresh_weights(self) -> None:
+        """The blob of the current weights is gone if the learner that owned it died: then ask for it again."""
+        try:
+            assert self._weights is not None
+            await within(60.0, "weights", self._context.blobs.get(self._weights.tensors))
+        except ActorLost:
+            learner = self._context.ref("learner", Learner)
+            weights = await self.patiently("learner.weights", lambda: learner.weights(GetWeights()))
+            if weights.version == self.version:
+                self._weights = weights
+
+    # -- children ------------------------------------------------------------------------------------------------------
+
+    async def _ensure(self, name: str) -> None:
+        if not await self._context.exists(name):
+            await self._start(name)
+        self._alive.add(name)
+        if name not in self._watchers:
+            self._watchers[name] = asyncio.ensure_future(self._supervise(name))
+
+    async def _start(self, name: str) -> None:
+        config = self._config
+        rollout = config.rollout
+        spawn = self._context.spawn
+        if name == "store":
+            await spawn(name, Store, folder=os.path.join(self._ledger.folder, "trajectories"))
+        elif name == "learner":
+            checkpoints = os.path.join(self._ledger.folder, "checkpoints")
+            await spawn(
+                name,
+                Learner,
+                _device(config.learner.device),
+                make_trainer=self._parts.make_trainer,
+                folder=checkpoints,
+                keep=config.keep_checkpoints,
+            )
+        elif name == "dispatcher":
+            await spawn(
+                name,
+                Dispatcher,
+                world=config.env.name,
+                settings=rollout,
+                limits=self._limits,
+                steps=config.steps,
+                seed=config.seed,
+                incarnation=self._ledger.starts_of(name),
+            )
+        elif name == "evaluator":
+            await spawn(
+                name,
+                Evaluator,
+                world=config.env.name,
+                settings=config.eval,
+                limits=self._limits,
+                max_tokens=rollout.max_tokens,
+                seed=config.seed,
+                file=os.path.join(self._ledger.folder, "evals.jsonl"),
+            )
+        elif name.startswith("env-"):
+            await spawn(
+                name,
+                EnvPool,
+                world=config.env.name,
+                options=config.env.options,
+                model_folder=self._parts.model_folder,
+                slots=config.env.slots,
+                generate_s=rollout.generate_s,
+            )
+        else:
+            await spawn(
+                name,
+                Generator,
+                _device(config.generator.device),
+                make_engine=self._parts.make_engine,
+            )
+        self._ledger.note("started", actor=name)
+
+    async def _supervise(self, name: str) -> None:
+        """Restarts `name` when it dies, with back-off; too many deaths stop the run, saying which."""
+        try:
+            while True:
+                reason = await self._context.watch(name)
+                deaths = self._deaths.setdefault(name, deque(maxlen=RESTARTS + 1))
+                deaths.append(self._context.clock.now())
+                self._proved.pop(name, None)
+                self._alive.discard(name)
+                self._ledger.say(
+                    f"{name} died ({reason}); starting a new one (death {len(deaths)} of at most {RESTARTS})"
+                )
+                self._ledger.died(name, reason)
+                await self._tell_pools()
+                if len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_WINDOW_S:
+                    raise TroupeError(f"{name} died {len(deaths)} times within {RESTART_WINDOW_S:g} s; last: {reason}")
+                await asyncio.sleep(min(10.0, 0.1 * 2 ** (len(deaths) - 1)))
+                await self._start(name)
+                self._alive.add(name)
+                await self._welcome(name)
+                self._ledger.say(f"{name} is back")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if not self.broken.done():
+                self.broken.set_exception(
+                    error if isinstance(error, TroupeError) else TroupeError(f"{name}: {error!r}")
+                )
+
+    async def _welcome(self, name: str) -> None:
+        """What a new child must know before it can work."""
+        if name.startswith("generator-") and self._weights is not None:
+            async with self._publishing:
+                if self._weights.version > 0 or self.version >= 0:
+                    await self._refresh_weights()
+                    await self._prove(name)
+                    await self._route()
+        elif name.startswith("env-"):
+            await self._tell_pools()
+            await self._route()
+        elif name == "dispatcher":
+            await self._tell_pools()
+            if self.version >= 0:
+                dispatcher = self._context.ref(name, Dispatcher)
+                await within(60.0, "dispatcher.announce", dispatcher.announce(Announce(self.version)))
+
+    async def _tell_pools(self) -> None:
+        """Tells the dispatcher which pools live."""
+        alive = dict.fromkeys(self.pools(), self._config.env.slots)
+        try:
+            await within(60.0, "dispatcher.pools", self._context.ref("dispatcher", Dispatcher).pools(Pools(alive)))
+        except ActorLost:
+            return  # it learns of them when it is back
+
+    async def _scale_pools(self) -> None:
+        have, want = self._of("env-"), {f"env-{i}" for i in range(self._wanted["env"])}
+        await asyncio.gather(*(self._ensure(name) for name in sorted(want - have)))
+        self._alive -= have - want
+        await self._tell_pools()
+        await self._route()
+        for name in sorted(have - want):
+            await self._retire(name, EnvPool)
+        self._ledger.say(f"environment actors: {len(self.pools())}")
+
+    async def _scale_generators(self) -> None:
+        have, want = self._of("generator-"), {f"generator-{i}" for i in range(self._wanted["generator"])}
+        for name in sorted(want - have):
+            await self._ensure(name)
+            await self._welcome(name)
+        for name in have - want:
+            self._proved.pop(name, None)
+        await self._route()
+        for name in sorted(have - want):
+            await self._retire(name, Generator)
+        self._ledger.say(f"generators: {len(self.generators())}")
+
+    async def _retire(self, name: str, cls: type[Any]) -> None:
+        """Waits until the child's work is done (at most the length of an episode), then ends it."""
+        watcher = self._watchers.pop(name, None)
+        if watcher is not None:
+            watcher.cancel()
+        deadline = self._context.clock.now() + self._limits.episode_s
+        try:
+            while self._context.clock.now() < deadline:
+                health = await within(10.0, f"{name}.health", self._context.ref(name, cls).health(Ping()))
+                if health.load == 0:
+                    break
+                await asyncio.sleep(0.1)
+        except (ActorLost, TimedOut) as error:
+            self._ledger.say(str(error))
+        await self._context.kill(name)
+        self._ledger.note("retired", actor=name)
+
+
+def _device(name: str) -> dict[str, float] | None:
+    return {"num_gpus": 1.0} if name.startswith("cuda") else None

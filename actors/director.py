@@ -1,0 +1,326 @@
+"""The run itself, from the cold start to the last evaluation: the whole algorithm can be read in `_lead`.
+
+Owns the step counter. Promises:
+- step k trains on batch k and makes version k; a version is announced only when it is proved (`company.publish`);
+- a learner that was lost comes back at its newest checkpoint, and the steps since then are replayed from the store;
+- whatever ends the run (its end, `stop`, an error, Ctrl-C), its children end with it and the run folder resumes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from typing import Any
+
+from troupe.actors.company import Company, Parts
+from troupe.actors.context import Context, within
+from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.env_pool import EnvPool
+from troupe.actors.evaluator import Evaluator
+from troupe.actors.generator import Generator
+from troupe.actors.learner import Learner
+from troupe.actors.ledger import Ledger
+from troupe.actors.settings import RunConfig
+from troupe.actors.store import Store
+from troupe.envs import registry
+from troupe.protocol.errors import ActorLost, NotReady, TimedOut, TroupeError
+from troupe.protocol.messages import (
+    Ack,
+    Batch,
+    ColdStart,
+    Demonstrate,
+    Demonstrations,
+    DispatcherStatus,
+    EvaluateVersion,
+    GetBatch,
+    GetStatus,
+    GetWeights,
+    Health,
+    Limits,
+    Ping,
+    RunStatus,
+    SaveCheckpoint,
+    Scale,
+    Stop,
+    Train,
+    Trained,
+    Weights,
+)
+
+_STEP_S = 3600.0
+_DEMONSTRATIONS = 9_000_000_000
+"""Demonstrations use task indices from here on; training groups stay below."""
+
+
+class Director:
+    """Leads one run."""
+
+    def __init__(self, context: Context, config: RunConfig, folder: str, parts: Parts) -> None:
+        self._context, self._config = context, config
+        self._world = registry.find(config.env.name)
+        self._ledger = Ledger(folder, context.clock)
+        rollout = config.rollout
+        turns = config.env.max_turns or self._world.max_turns
+        self._limits = Limits(
+            turns, rollout.max_episode_tokens, rollout.generate_s, rollout.env_step_s, rollout.episode_s
+        )
+        self._parts = parts
+        self._company: Company | None = None
+        self._learner = context.ref("learner", Learner)
+        self._store = context.ref("store", Store)
+        self._dispatcher = context.ref("dispatcher", Dispatcher)
+        self._evaluator = context.ref("evaluator", Evaluator)
+        self._step = 0
+        self._phase = "starting"
+        self._progress = 0.0
+        self._loss = 0.0
+        self._weights: Weights | None = None
+        self._counts: DispatcherStatus | None = None
+        self._heard: Counter[str] = Counter()
+        self._stop = asyncio.Event()
+        self._finished = False
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Ack:
+        """Leads the run to its end. Raises what broke it."""
+        self._company = Company(self._context, self._config, self._parts, self._limits, self._ledger)
+        lead = asyncio.ensure_future(self._lead(self._company))
+        stop = asyncio.ensure_future(self._stop.wait())
+        work: list[asyncio.Future[None]] = [lead, self._company.broken]
+        try:
+            waiting: list[asyncio.Future[Any]] = [*work, stop]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for done in work:
+                if done.done():
+                    await done
+            if not lead.done():
+                self._ledger.say("stopping; the run folder can be resumed")
+        except Exception as error:
+            self._ledger.note("failed", reason=str(error))
+            raise
+        finally:
+            lead.cancel()
+            stop.cancel()
+            await asyncio.gather(lead, stop, return_exceptions=True)
+            await self._company.close()
+            self._ledger.close()
+        return Ack()
+
+    async def stop(self, message: Stop) -> Ack:
+        """Ends `run` now; what is durable stays."""
+        self._ledger.note("stop", reason=message.reason)
+        self._stop.set()
+        return Ack()
+
+    async def scale(self, message: Scale) -> Ack:
+        """Changes the number of environment pools or generators while the run goes on."""
+        if self._company is None:
+            raise NotReady("the run has not started its actors yet")
+        await self._company.scale(message)
+        return Ack()
+
+    async def status(self, message: GetStatus) -> RunStatus:
+        """What the terminal shows."""
+        metrics = dict(self._ledger.metrics)
+        if self._phase == "cold start":
+            metrics["cold_start_loss"] = self._loss
+        return RunStatus(
+            phase=self._phase,
+            step=self._step,
+            steps=self._config.steps,
+            version=self._company.version if self._company else -1,
+            progress=self._progress,
+            metrics=metrics,
+            history=list(self._ledger.history),
+            actors=self._company.roll_call() if self._company else {},
+            events=self._ledger.events_since(message.since),
+            events_total=self._ledger.events_total,
+            finished=self._finished,
+        )
+
+    async def health(self, message: Ping) -> Health:
+        """Alive."""
+        return Health(self._context.name, os.getpid())
+
+    # -- the algorithm -----------------------------------------------------------------------------------------------
+
+    async def _lead(self, company: Company) -> None:
+        config, learner = self._config, self._learner
+        self._ledger.note("resumed" if self._ledger.known() else "begun", pid=os.getpid())
+        await company.gather()
+        status = await company.patiently("learner.status", lambda: learner.status(Ping()))
+        if not status.started:
+            await self._cold_start(company)
+            await self._checkpoint(company)
+        self._step = status.step
+        self._ledger.resume_at(status.step)
+        await self._publish(company, await company.patiently("learner.weights", lambda: learner.weights(GetWeights())))
+        if self._step == 0:
+            await self._evaluate(company, "first")
+        else:
+            self._ledger.say(f"going on after step {self._step}")
+        while self._step < config.steps:
+            self._phase = "training"
+            began = self._context.clock.now()
+            batch = await self._batch(self._step + 1)
+            waited = self._context.clock.now() - began
+            trained = await self._train(batch)
+            await self._publish(company, trained.weights)
+            self._step = trained.step
+            await self._measure(company, trained, waited, self._context.clock.now() - began)
+            if self._step % config.checkpoint_every == 0 or self._step == config.steps:
+                await self._checkpoint(company)
+            if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
+                await self._evaluate(company, f"step {self._step}")
+        await self._evaluate(company, "last")
+        self._phase, self._finished = "finished", True
+        await self._summarise()
+        self._ledger.note("finished", step=self._step)
+
+    async def _cold_start(self, company: Company) -> None:
+        """Supervised steps on what the scripted player shows."""
+        settings = self._config.cold_start
+        shown = Demonstrations([], [], 0.0)
+        if settings.steps:
+            self._phase = "demonstrations"
+            shown = await self._demonstrations(company.pools())
+            self._ledger.say(
+                f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful"
+            )
+        self._phase = "cold start"
+        message = ColdStart(shown, settings.steps, settings.batch)
+        work = asyncio.ensure_future(within(_STEP_S, "learner.cold_start", self._learner.cold_start(message)))
+        try:
+            while not work.done():
+                await asyncio.wait({work}, timeout=0.5)
+                status = await within(30.0, "learner.status", self._learner.status(Ping()))
+                self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
+            trained = await work
+        finally:
+            work.cancel()
+        self._ledger.note(
+            "cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics
+        )
+
+    async def _demonstrations(self, pools: list[str]) -> Demonstrations:
+        settings, seed = self._config.cold_start, self._config.seed
+        first = seed * 10_000_000_000 + _DEMONSTRATIONS
+        tasks = [self._world.task("train", first + i) for i in range(settings.demonstrations)]
+        shown = await asyncio.gather(
+            *(
+                within(
+                    600.0,
+                    f"{name}.demonstrate",
+                    self._context.ref(name, EnvPool).demonstrate(
+                        Demonstrate(tasks[i :: len(pools)], settings.noise, self._limits.max_turns, seed * 1000 + i)
+                    ),
+                )
+                for i, name in enumerate(pools)
+            )
+        )
+        return Demonstrations(
+            tokens=[t for s in shown for t in s.tokens],
+            supervised=[t for s in shown for t in s.supervised],
+            success=sum(s.success * len(s.tokens) for s in shown) / max(1, len(tasks)),
+        )
+
+    async def _batch(self, step: int) -> Batch:
+        """The batch of `step`; meanwhile the dispatcher is heard."""
+        ask = GetBatch(step, self._config.rollout.groups_per_step, wait_s=1.0)
+        while True:
+            try:
+                batch = await within(60.0, "store.batch", self._store.batch(ask))
+                if batch.trajectories is not None:
+                    return batch
+            except ActorLost:
+                await asyncio.sleep(0.2)
+            await self._hear()
+
+    async def _train(self, batch: Batch) -> Trained:
+        while True:
+            try:
+                status = await within(60.0, "learner.status", self._learner.status(Ping()))
+                replay = status.step + 1
+                if replay > batch.step:
+                    raise TroupeError(f"the learner is at step {status.step}, ahead of the run's step {batch.step - 1}")
+                work = batch if replay == batch.step else await self._batch(replay)
+                trained = await within(_STEP_S, "learner.train", self._learner.train(Train(work)))
+                if trained.step == batch.step:
+                    return trained
+                self._ledger.say(f"the learner replayed step {trained.step} from the store")
+            except (ActorLost, NotReady):
+                await asyncio.sleep(0.5)  # the company is replacing it
+
+    async def _publish(self, company: Company, weights: Weights) -> None:
+        self._weights = weights
+        await company.publish(weights)
+
+    async def _evaluate(self, company: Company, label: str) -> None:
+        if not self._config.eval.tasks:
+            return
+        self._phase = "evaluating"
+        ask = EvaluateVersion(company.version)
+        score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
+        self._ledger.say(
+            f"{label} evaluation, version {score.version}: success {score.success:.3f} "
+            f"[{score.low:.3f}, {score.high:.3f}] on {score.trials} held-out episodes"
+        )
+        await self._summarise()
+
+    async def _checkpoint(self, company: Company) -> None:
+        saved = await company.patiently("learner.save", lambda: self._learner.save(SaveCheckpoint()), seconds=_STEP_S)
+        self._ledger.note("checkpoint", step=saved.step, path=os.path.relpath(saved.path, self._ledger.folder))
+
+    # -- what is measured --------------------------------------------------------------------------------------------
+
+    async def _measure(self, company: Company, trained: Trained, waited: float, took: float) -> None:
+        busy: dict[str, float] = {}
+        try:
+            busy["learner_busy"] = (await within(30.0, "learner.status", self._learner.status(Ping()))).busy
+            shares = [
+                (await within(30.0, f"{n}.health", self._context.ref(n, Generator).health(Ping()))).busy
+                for n in company.generators()
+            ]
+            busy["generator_busy"] = sum(shares) / max(1, len(shares))
+        except (ActorLost, TimedOut):
+            pass  # a share that nobody could tell is left out
+        states = company.roll_call()
+        self._ledger.measure(
+            trained.step,
+            version=trained.weights.version,
+            seconds=took,
+            waited_s=waited,
+            tokens_per_s=trained.metrics.get("policy_tokens", 0.0) / max(1e-9, took),
+            actors_alive=sum(state != "dead" for state in states.values()),
+            **busy,
+            **trained.metrics,
+        )
+        await self._summarise()
+
+    async def _hear(self) -> None:
+        """Passes on what the dispatcher has to say. Raises what broke it."""
+        try:
+            self._counts = await within(30.0, "dispatcher.status", self._dispatcher.status(Ping()))
+        except ActorLost:
+            return
+        said = Counter(self._counts.events)
+        for sentence in (said - self._heard).elements():
+            self._ledger.say(sentence)
+        self._heard = said
+
+    async def _summarise(self) -> None:
+        await self._hear()
+        weights = {
+            "version": self._weights.version if self._weights else None,
+            "checksum": self._weights.checksum if self._weights else None,
+        }
+        self._ledger.summarise(
+            self._step,
+            self._counts,
+            weights,
+            self._finished,
+            name=self._config.name,
+            on_failure=self._config.rollout.on_failure,
+        )

@@ -1,0 +1,67 @@
+"""How the embedded engine draws a token: inverse CDF, one uniform number a row.
+
+Promises:
+- temperature first, then top_k, then top_p, as in transformers; a token outside of what they leave is never drawn;
+- the logprob returned is of the distribution drawn from, so it is normalised over what is left;
+- temperature 0 takes the most likely token, with its logprob at temperature 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from troupe.protocol.errors import ConfigError
+from troupe.protocol.messages import Sampling
+
+_BELOW_ONE = 1 - 2.0**-32
+"""A uniform number times the total stays below the total, whatever the rounding."""
+
+
+def check(sampling: Sampling) -> None:
+    """Raises ConfigError if the settings mean nothing."""
+    if not sampling.temperature >= 0:
+        raise ConfigError(f"sampling.temperature must be 0 (greedy) or more, got {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise ConfigError(f"sampling.top_p must be above 0 and at most 1 (1 is off), got {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise ConfigError(f"sampling.top_k must be 0 (off) or more, got {sampling.top_k}")
+    if sampling.max_tokens < 1:
+        raise ConfigError(f"sampling.max_tokens must be at least 1, got {sampling.max_tokens}")
+
+
+def uniforms(seed: int, prompt: int, n: int) -> np.ndarray:
+    """The numbers in [0, 1) that a request draws its `n` tokens with; a prompt of other length draws others."""
+    return np.minimum(np.random.default_rng([seed % 2**64, prompt]).random(n), _BELOW_ONE)
+
+
+def sample(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray) -> tuple[list[int], list[float]]:
+    """Draws a token a row. logits: [n, vocabulary]; settings and uniform: one a row. Returns ids and logprobs.
+
+    Raises FloatingPointError if the logits are no numbers.
+    """
+    temperatures = torch.tensor([s.temperature or 1.0 for s in settings], device=logits.device)
+    logprobs = (logits.float() / temperatures[:, None]).log_softmax(-1)
+    u = torch.from_numpy(uniform).to(logits.device)[:, None]
+
+    cut = [i for i, s in enumerate(settings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
+    for i in cut:
+        logprobs[i] = _cut(logprobs[i], settings[i])
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise FloatingPointError("the model's logits are not finite numbers: its weights have diverged")
+    ids = torch.searchsorted(cumulative, u * total, right=True)
+    greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
+    if greedy:
+        ids[greedy] = logprobs[greedy].argmax(-1, keepdim=True)
+    return ids[:, 0].tolist(), logprobs.gather(-1, ids)[:, 0].tolist()
+
+
+def _cut(logprobs: torch.Tensor, settings: Sampling) -> torch.Tensor:
+    """Leaves the top_k most likely of logprobs [vocabulary], of these the fewest that reach top_p, and normalises."""
+    ordered, ids = logprobs.sort(descending=True, stable=True)
+    ordered = ordered[: settings.top_k or None]
+    p = ordered.double().softmax(-1)
+    kept = int((p.cumsum(-1) - p < settings.top_p).sum())  # a token stays if those before it do not reach top_p
+    return torch.full_like(logprobs, float("-inf")).scatter_(0, ids[:kept], ordered[:kept].log_softmax(-1))

@@ -1,0 +1,242 @@
+"""Where episodes happen: many live worlds, each beside the agent loop that acts in it.
+
+Owns its worlds and the trajectories that grow in it. Promises:
+- `run_episode` returns exactly one `EpisodeDone` for an attempt; the finished trajectory has been offered to the store
+  once before it does (law 3);
+- an episode that broke is deposited as failed, with where and why, and carries no success (law 6);
+- worlds are closed whatever happens (law 9).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from troupe.actors.context import Context, within
+from troupe.actors.loops.base import Loop, Outcome
+from troupe.actors.loops.text import text as text_loop
+from troupe.actors.recorder import Recorder
+from troupe.actors.rendering import ChatML
+from troupe.actors.router import Router
+from troupe.actors.store import Store
+from troupe.envs import registry
+from troupe.envs.drive import Driver
+from troupe.protocol.errors import ActorLost, EpisodeError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.messages import (
+    Ack,
+    CancelEpisode,
+    Demonstrate,
+    Demonstrations,
+    Deposit,
+    EpisodeDone,
+    Health,
+    Ping,
+    Receipt,
+    Routes,
+    RunEpisode,
+)
+from troupe.protocol.trajectory import Failure, StopReason, Trajectory
+
+_DEPOSIT_TRIES = 60
+
+
+class EnvPool:
+    """A process's worth of environments."""
+
+    def __init__(
+        self,
+        context: Context,
+        world: str,
+        options: dict[str, Any],
+        model_folder: str,
+        slots: int,
+        generate_s: float = 120.0,
+    ) -> None:
+        self._context = context
+        self._world = registry.find(world)
+        self._options = options
+        self._renderer = ChatML(model_folder)
+        self._router = Router(context, generate_s)
+        self._store = context.ref("store", Store)
+        self._loop: Loop = text_loop
+        self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="world")
+        self._running: dict[tuple[str, int], asyncio.Task[Any]] = {}
+        self._slots = slots
+
+    async def routes(self, message: Routes) -> Ack:
+        """Which generators take work now."""
+        self._router.set_routes(message)
+        return Ack()
+
+    async def run_episode(self, message: RunEpisode) -> EpisodeDone:
+        """Runs one attempt to its end. Raises Overloaded when all slots are taken."""
+        key = (message.episode, message.attempt)
+        if len(self._running) >= 2 * self._slots:
+            raise Overloaded(f"{self._context.name} runs {len(self._running)} episodes and has {self._slots} slots")
+        if key in self._running:
+            raise Overloaded(f"{self._context.name} runs attempt {message.attempt} of {message.episode} already")
+        task = asyncio.ensure_future(self._episode(message))
+        self._running[key] = task
+        try:
+            return await task
+        finally:
+            self._running.pop(key, None)
+
+    async def cancel(self, message: CancelEpisode) -> Ack:
+        """Ends an attempt, or with an empty name everything; what it had is deposited as cancelled."""
+        for (episode, attempt), task in list(self._running.items()):
+            if message.episode in ("", episode) and attempt <= message.attempt:
+                task.cancel()
+        return Ack()
+
+    async def demonstrate(self, message: Demonstrate) -> Demonstrations:
+        """Lets the scripted player play; the ids are rendered as the policy's would be, its turns marked supervised."""
+        rng = random.Random(message.seed)
+        shown = Demonstrations([], [], 0.0)
+        wins = 0
+        for number, task in enumerate(message.tasks):
+            if number % 16 == 0:
+                await asyncio.sleep(0)
+            driver = self._driver(30.0)
+            ids: list[int] = []
+            supervised: list[int] = []
+
+            def add(tokens: list[int], learn: bool, ids: list[int] = ids, supervised: list[int] = supervised) -> None:
+                ids.extend(tokens)
+                supervised.extend([int(learn)] * len(tokens))
+
+            try:
+                if self._world.system:
+                    add(self._renderer.message("system", self._world.system)[0], False)
+                observation = await driver.reset(task)
+                for _ in range(message.max_turns):
+                    add(self._renderer.message("user", observation)[0], False)
+                    said = driver.world.play(rng, message.noise)
+                    if said is None:
+                        raise EpisodeError(
+                            f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()"
+                        )
+                    tokens = self._renderer.speech(said)
+                    add(self._renderer.opening(), False)
+                    add(tokens, True)
+                    parsed = self._renderer.parse(tokens)
+                    result = await driver.step(parsed.text)
+                    if result.done:
+                        wins += bool(result.reward > 0 if result.success is None else result.success)
+                        break
+                    add(self._renderer.closing(tokens), False)
+                    observation = result.text
+            finally:
+                await driver.close()
+            shown.tokens.append(np.asarray(ids, np.int32))
+            shown.supervised.append(np.asarray(supervised, np.int32))
+        shown.success = wins / max(1, len(message.tasks))
+        return shown
+
+    async def health(self, message: Ping) -> Health:
+        """Load is the number of live episodes."""
+        return Health(
+            self._context.name,
+            os.getpid(),
+            load=len(self._running),
+            busy=len(self._running) / self._slots,
+            detail={"slots": self._slots, "reissued": self._router.reissued},
+        )
+
+    # -- one episode -------------------------------------------------------------------------------------------------
+
+    async def _episode(self, message: RunEpisode) -> EpisodeDone:
+        clock = self._context.clock
+        recorder = Recorder(message, self._renderer, self._router)
+        outcome = Outcome()
+        failure: Failure | None = None
+        started = clock.now()
+        cancelled = False
+        try:
+            driver = self._driver(message.limits.env_step_s)
+            try:
+                await within(
+                    message.limits.episode_s,
+                    f"{self._context.name}: the episode {message.episode}",
+                    self._loop(driver, self._world, message.task, recorder, message.limits, outcome),
+                )
+                if not math.isfinite(outcome.reward):
+                    raise EpisodeError(f"the reward is {outcome.reward}")
+            finally:
+                await driver.close()
+        except asyncio.CancelledError:
+            cancelled = True
+        except Exception as error:
+            failure = self._classify(error, message)
+            outcome.stop = "wall_clock" if isinstance(error, TimedOut) else "failed"
+        status: Any = "cancelled" if cancelled else "failed" if failure else "completed"
+        stop: StopReason = "cancelled" if cancelled else outcome.stop
+        trajectory = Trajectory(
+            id=message.episode,
+            attempt=message.attempt,
+            group=message.group,
+            member=message.member,
+            kind=message.kind,
+            step=message.step,
+            task=message.task,
+            status=status,
+            stop=stop,
+            nodes=recorder.nodes,
+            steps=outcome.steps,
+            reward=outcome.reward if status == "completed" else 0.0,
+            success=outcome.success if status == "completed" else None,
+            failure=failure,
+            sampling={
+                "temperature": message.sampling.temperature,
+                "top_p": message.sampling.top_p,
+                "top_k": message.sampling.top_k,
+                "max_tokens": message.sampling.max_tokens,
+            },
+            pool=self._context.name,
+            seed=message.seed,
+            started_at=started,
+            seconds=clock.now() - started,
+        )
+        receipt = await self._deposit(trajectory)
+        await self._router.end_session(f"{message.episode}/{message.attempt}")
+        return EpisodeDone(
+            episode=message.episode,
+            attempt=message.attempt,
+            status=status,
+            stop=stop,
+            stored=receipt.accepted,
+            pool=self._context.name,
+            reward=trajectory.reward,
+            success=trajectory.success,
+            turns=len(trajectory.steps),
+            tokens=trajectory.policy_tokens,
+            oldest_version=trajectory.versions[0],
+            failure_kind=failure.kind if failure else "",
+            failure=failure.message if failure else receipt.reason,
+        )
+
+    def _driver(self, seconds: float) -> Driver:
+        return Driver(registry.make(self._world, self._options), executor=self._threads, timeout_s=seconds)
+
+    async def _deposit(self, trajectory: Trajectory) -> Receipt:
+        reason = ""
+        for _ in range(_DEPOSIT_TRIES):
+            try:
+                return await within(30.0, "store.deposit", self._store.deposit(Deposit(trajectory)))
+            except (ActorLost, NotReady, Overloaded, TimedOut) as error:
+                # The store may have taken it before it was lost: it refuses a second write, so asking again is safe.
+                reason = str(error)
+                await asyncio.sleep(0.5 + self._context.rng.random())
+        raise TimedOut(f"the store took no deposit of {trajectory.id}: {reason}")
+
+    def _classify(self, error: Exception, message: RunEpisode) -> Failure:
+        kind = error.kind if isinstance(error, EpisodeError) else "infrastructure"
+        where = f"{self._context.name}: {self._world.__name__} (task {message.task.id}, seed {message.task.seed})"
+        text = str(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {error}"
+        return Failure(kind, type(error).__name__, text, where)

@@ -1,0 +1,111 @@
+"""Scores the policy on held-out tasks.
+
+Owns the held-out tasks, their sampling settings and the scores (`RUN/evals.jsonl`). Promises:
+- the tasks are the same for every version of a run, and none of them is ever trained on (law 8);
+- a broken episode is not a trial: it is counted beside the score;
+- a version that was evaluated is not evaluated again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+
+import numpy as np
+
+from troupe.actors.context import Context, within
+from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.settings import EvalSettings
+from troupe.envs import registry
+from troupe.protocol.messages import Evaluate, EvaluateVersion, Evaluation, Health, Limits, Ping, Sampling
+
+
+class Evaluator:
+    """Asks the dispatcher to run held-out episodes between the training ones."""
+
+    def __init__(
+        self,
+        context: Context,
+        world: str,
+        settings: EvalSettings,
+        limits: Limits,
+        max_tokens: int,
+        seed: int,
+        file: str,
+    ) -> None:
+        self._context = context
+        self._settings, self._limits, self._seed, self._file = settings, limits, seed, file
+        self._sampling = Sampling(temperature=settings.temperature, max_tokens=max_tokens)
+        found = registry.find(world)
+        self._tasks = [found.task("heldout", index) for index in range(settings.tasks)]
+        self._dispatcher = context.ref("dispatcher", Dispatcher)
+
+    async def evaluate(self, message: EvaluateVersion) -> Evaluation:
+        """Runs the held-out tasks with the weights that the generators hold."""
+        for known in read_evaluations(self._file):
+            if known.version == message.version:
+                return known
+        began = self._context.clock.now()
+        run = await within(
+            self._limits.episode_s * 4,
+            "dispatcher.evaluate",
+            self._dispatcher.evaluate(
+                Evaluate(
+                    name=f"e{message.version:06d}",
+                    version=message.version,
+                    tasks=self._tasks,
+                    trials=self._settings.trials,
+                    sampling=self._sampling,
+                    limits=self._limits,
+                    seed=self._seed,
+                )
+            ),
+        )
+        low, high = bootstrap(run.successes)
+        score = Evaluation(
+            version=message.version,
+            success=float(np.mean(run.successes)) if run.successes else 0.0,
+            low=low,
+            high=high,
+            reward=float(np.mean(run.rewards)) if run.rewards else 0.0,
+            turns=run.turns,
+            trials=len(run.successes),
+            failed=run.failed,
+            sampling=run.sampling,
+            seconds=self._context.clock.now() - began,
+        )
+        with open(self._file, "a") as file:
+            file.write(json.dumps(asdict(score)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        return score
+
+    async def health(self, message: Ping) -> Health:
+        """Alive."""
+        return Health(self._context.name, os.getpid())
+
+
+def read_evaluations(file: str) -> list[Evaluation]:
+    """The scores of a run so far, oldest first; a half-written last line is ignored."""
+    if not os.path.exists(file):
+        return []
+    found = []
+    with open(file) as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            found.append(Evaluation(**{**row, "sampling": Sampling(**row["sampling"])}))
+    return found
+
+
+def bootstrap(values: list[bool], resamples: int = 2000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean; (0, 0) without values. Deterministic."""
+    if not values:
+        return 0.0, 0.0
+    array = np.asarray(values, np.float64)
+    picks = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
+    low, high = np.quantile(array[picks].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,31 @@
+"""What a real run plugs into its learner and generators. Torch is imported only in the actors that need it."""
+
+from __future__ import annotations
+
+from troupe.actors.engines.base import Engine
+from troupe.actors.learner import Trains
+from troupe.actors.settings import GeneratorSettings
+from troupe.learner.config import LearnerConfig, ModelConfig
+
+
+def make_trainer(config: LearnerConfig, model: ModelConfig, seed: int) -> Trains:
+    """The trainer of a run."""
+    from troupe.learner.trainer import Trainer
+
+    return Trainer(config, model, seed=seed)
+
+
+def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed: int) -> Engine:
+    """The generation engine of the replica called `name`."""
+    from functools import partial
+
+    from troupe.actors.engines.local import LocalEngine
+    from troupe.learner.model import load
+
+    return LocalEngine(
+        partial(load, model, seed=seed),
+        max_running=settings.max_running,
+        device=settings.device,
+        threads=settings.threads,
+        generator_name=name,
+    )

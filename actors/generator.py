@@ -1,0 +1,66 @@
+"""One replica of the policy: an engine, its weights, its version.
+
+Promises:
+- it takes no work before it has proved weights: `load_weights` fails unless the checksum of the tensors that it really
+  holds equals the learner's (law 4);
+- one load at a time; requests in flight go on, and each token names the version that sampled it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+from troupe.actors.context import Context
+from troupe.actors.engines.base import Engine
+from troupe.protocol.errors import CheckpointError
+from troupe.protocol.messages import Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+
+
+class Generator:
+    """Wraps the engine that `make_engine(name)` builds."""
+
+    def __init__(self, context: Context, make_engine: Callable[[str], Engine]) -> None:
+        self._context = context
+        self._engine = make_engine(context.name)
+        self._loading = asyncio.Lock()
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(self, message: Generate) -> Generated:
+        """Samples a continuation; see `Engine.generate`."""
+        return await self._engine.generate(message)
+
+    async def end_session(self, message: EndSession) -> Ack:
+        """Drops a session's cache."""
+        await self._engine.end_session(message.session)
+        return Ack()
+
+    async def load_weights(self, message: Weights) -> WeightsHeld:
+        """Takes over the weights and proves them. Raises CheckpointError if what it holds is not what was sent."""
+        async with self._loading:
+            if message.version < self._engine.version:
+                raise CheckpointError(
+                    f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
+                )
+            tensors = await self._context.blobs.get(message.tensors)
+            held = await self._engine.load_weights(message.version, tensors)
+        if held != message.checksum:
+            raise CheckpointError(
+                f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "
+                f"{message.checksum}: the replica must be replaced"
+            )
+        return WeightsHeld(self._context.name, message.version, held)
+
+    async def health(self, message: Ping) -> Health:
+        """Load, busy share and tokens so far."""
+        stats = self._engine.stats()
+        return Health(
+            self._context.name,
+            os.getpid(),
+            load=int(stats.get("load", 0)),
+            busy=float(stats.get("busy", 0.0)),
+            detail={"version": self._engine.version, "tokens": stats.get("tokens", 0.0)},
+        )

@@ -1,0 +1,185 @@
+"""The actor around the trainer: batches in, weight versions out.
+
+Owns model, optimiser and step. Promises:
+- step k's weights are version k; version 0 is the policy after its cold start;
+- when it (re)starts it resumes from the newest complete checkpoint; the director then replays later steps from the
+  store, which gives the same weights again (law 7);
+- work runs on a thread: health answers meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from troupe.actors.context import Context
+from troupe.protocol.arrow import from_table
+from troupe.protocol.checksum import checksum_of
+from troupe.protocol.errors import NotReady
+from troupe.protocol.messages import (
+    ColdStart,
+    GetWeights,
+    Health,
+    LearnerStatus,
+    Ping,
+    SaveCheckpoint,
+    Saved,
+    Train,
+    Trained,
+    Weights,
+)
+from troupe.protocol.trajectory import Trajectory
+
+
+class Trains(Protocol):
+    """What the actor needs of a trainer; `learner.trainer.Trainer` is the real one."""
+
+    step: int
+
+    def cold_start(
+        self,
+        tokens: list[np.ndarray],
+        supervised: list[np.ndarray],
+        *,
+        steps: int,
+        batch: int,
+        progress: Callable[[int, int, float], None] | None = None,
+    ) -> dict[str, float]: ...
+
+    def train(self, trajectories: list[Trajectory]) -> dict[str, float]: ...
+
+    def tensors(self) -> Mapping[str, np.ndarray]: ...
+
+    def save(self, folder: str) -> None: ...
+
+    def restore(self, folder: str) -> None: ...
+
+
+class Learner:
+    """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`."""
+
+    def __init__(self, context: Context, make_trainer: Callable[[], Trains], folder: str, keep: int = 3) -> None:
+        self._context = context
+        self._make = make_trainer
+        self._folder, self._keep = folder, keep
+        self._started = False
+        self._working = asyncio.Lock()
+        self._weights: Weights | None = None
+        self._busy = 0.0
+        self._since = time.monotonic()
+        self._progress = 0.0
+        self._detail: dict[str, float] = {}
+
+    async def start(self) -> None:
+        self._trainer = await asyncio.to_thread(self._make)
+        newest = newest_checkpoint(self._folder)
+        if newest is not None:
+            await asyncio.to_thread(self._trainer.restore, newest)
+            self._started = True
+
+    async def cold_start(self, message: ColdStart) -> Trained:
+        """Supervised steps; the result is version 0. With `steps` 0 the initial weights are version 0."""
+        async with self._working:
+
+            def progress(done: int, steps: int, loss: float) -> None:
+                self._progress = done / steps
+                self._detail = {"cold_start_loss": loss}
+
+            shown = message.demonstrations
+            metrics: dict[str, float] = {}
+            if message.steps:
+                metrics = await self._work(
+                    lambda: self._trainer.cold_start(
+                        list(shown.tokens),
+                        list(shown.supervised),
+                        steps=message.steps,
+                        batch=message.batch,
+                        progress=progress,
+                    )
+                )
+            self._started = True
+            return Trained(0, await self._publish(), metrics)
+
+    async def train(self, message: Train) -> Trained:
+        """One training step. Raises NotReady unless the batch is for the step after the learner's."""
+        async with self._working:
+            if message.batch.step != self._trainer.step + 1 or message.batch.trajectories is None:
+                raise NotReady(
+                    f"the learner is at step {self._trainer.step} and was given a batch for step {message.batch.step}"
+                )
+            table = await self._context.blobs.get(message.batch.trajectories)
+            metrics = await self._work(lambda: self._trainer.train(from_table(table)))
+            return Trained(self._trainer.step, await self._publish(), metrics)
+
+    async def weights(self, message: GetWeights) -> Weights:
+        """The newest weights. Raises NotReady before the cold start."""
+        if not self._started:
+            raise NotReady("the learner has no weights before its cold start")
+        async with self._working:
+            if self._weights is None:
+                await self._publish()
+            assert self._weights is not None
+            return self._weights
+
+    async def save(self, message: SaveCheckpoint) -> Saved:
+        """Writes `checkpoints/step-N`, complete or not at all, and drops the oldest beyond `keep`."""
+        async with self._working:
+            path = os.path.join(self._folder, f"step-{self._trainer.step}")
+            if not os.path.isdir(path):
+                await self._work(lambda: self._trainer.save(path))
+            await asyncio.to_thread(_drop_old, self._folder, self._keep)
+            return Saved(self._trainer.step, path)
+
+    async def status(self, message: Ping) -> LearnerStatus:
+        """Where it is; answers while it works. `busy` is the share of time worked since the last asking."""
+        now = time.monotonic()
+        share, self._busy = self._busy / max(1e-9, now - self._since), 0.0
+        self._since = now
+        step = self._trainer.step if hasattr(self, "_trainer") else 0
+        return LearnerStatus(step, self._started, min(1.0, share), self._progress, dict(self._detail))
+
+    async def health(self, message: Ping) -> Health:
+        """Load is 1 while it works."""
+        return Health(self._context.name, os.getpid(), load=int(self._working.locked()))
+
+    async def _work(self, function: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        try:
+            return await asyncio.to_thread(function)
+        finally:
+            self._busy += time.monotonic() - max(began, self._since)
+
+    async def _publish(self) -> Weights:
+        tensors = dict(self._trainer.tensors())
+        checksum = await asyncio.to_thread(checksum_of, tensors)
+        self._weights = Weights(self._trainer.step, checksum, self._context.blobs.put(tensors))
+        return self._weights
+
+
+def checkpoints(folder: str) -> list[tuple[int, str]]:
+    """Complete checkpoints under `folder`, oldest first: (step, path)."""
+    if not os.path.isdir(folder):
+        return []
+    steps = [n.removeprefix("step-") for n in os.listdir(folder) if n.startswith("step-")]
+    return sorted((int(s), os.path.join(folder, f"step-{s}")) for s in steps if s.isdigit())
+
+
+def newest_checkpoint(folder: str) -> str | None:
+    """Path of the newest complete checkpoint, or None."""
+    found = checkpoints(folder)
+    return found[-1][1] if found else None
+
+
+def _drop_old(folder: str, keep: int) -> None:
+    import shutil
+
+    for _, path in checkpoints(folder)[:-keep]:
+        # Renamed first: a kill in the middle must not leave half a checkpoint under a complete one's name.
+        shutil.rmtree(path + ".old", ignore_errors=True)
+        os.rename(path, path + ".old")
+        shutil.rmtree(path + ".old", ignore_errors=True)

@@ -1,0 +1,163 @@
+"""What a run writes down: journal, metrics and summary, in its run folder.
+
+Owns `RUN/journal.jsonl` (what happened), `RUN/metrics.jsonl` (one object a step), `RUN/summary.json` and the TensorBoard
+files. Promises:
+- a line is whole or absent, and durable before the run goes on; a summary is the old one or the new one;
+- after a resume, metrics has exactly one line for each step that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from typing import Any
+
+from troupe.actors import journal
+from troupe.actors.context import Clock
+from troupe.actors.evaluator import read_evaluations
+from troupe.protocol.messages import DispatcherStatus
+
+_EVENTS_KEPT = 1000
+
+
+class Ledger:
+    """The run folder as the director writes it."""
+
+    def __init__(self, folder: str, clock: Clock) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._began = clock.now()
+        self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
+        self.events_total = 0
+        self._restarts: dict[str, int] = {}
+        self._tokens = 0
+        self._wall_before = self._known_summary().get("wall_s", 0.0)
+        self.metrics: dict[str, Any] = {}
+        self.history: list[float] = []
+        self._board: Any = None
+
+    # -- journal -----------------------------------------------------------------------------------------------------
+
+    def note(self, event: str, **details: Any) -> None:
+        """Writes one line to the journal."""
+        journal.append(self.path("journal.jsonl"), event=event, **details)
+
+    def say(self, text: str) -> None:
+        """Writes a sentence for people: journal, and whoever watches the run."""
+        self._events.append(text)
+        self.events_total += 1
+        self.note("said", text=text)
+
+    def died(self, actor: str, reason: str) -> None:
+        """A child died."""
+        self._restarts[actor] = self._restarts.get(actor, 0) + 1
+        self.note("died", actor=actor, reason=reason)
+
+    def events_since(self, index: int) -> list[str]:
+        """Sentences from number `index` on (the oldest may be forgotten)."""
+        first = self.events_total - len(self._events)
+        return list(self._events)[max(0, index - first) :]
+
+    def starts_of(self, actor: str) -> int:
+        """How many times this run has started `actor`."""
+        return sum(row.get("event") == "started" and row.get("actor") == actor for row in self._rows("journal.jsonl"))
+
+    def wanted(self) -> dict[str, int]:
+        """Numbers of children that were last asked for while the run was live."""
+        asked = [row["wanted"] for row in self._rows("journal.jsonl") if row.get("event") == "scale"]
+        return dict(asked[-1]) if asked else {}
+
+    def known(self) -> bool:
+        """Has this run begun before?"""
+        return bool(self._rows("journal.jsonl"))
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def resume_at(self, step: int) -> None:
+        """Forgets the lines of steps that will be taken again."""
+        journal.keep(self.path("metrics.jsonl"), lambda row: row["step"] <= step)
+        rows = self._rows("metrics.jsonl")
+        self.history = [float(row.get("success", 0.0)) for row in rows]
+        if rows:
+            self.metrics = dict(rows[-1])
+            self._tokens = int(rows[-1]["tokens_trained"])
+
+    def measure(self, step: int, **values: float) -> None:
+        """Writes the metrics of one step."""
+        self._tokens += int(values.get("policy_tokens", 0))
+        row = {"step": step, "time": self._clock.now(), "tokens_trained": self._tokens, **values}
+        journal.append(self.path("metrics.jsonl"), **row)
+        self.metrics = row
+        self.history.append(float(values.get("success", 0.0)))
+        self._to_board(step, values)
+
+    def _to_board(self, step: int, values: dict[str, float]) -> None:
+        if self._board is None:
+            from tensorboardX import SummaryWriter
+
+            self._board = SummaryWriter(self.path("tensorboard"))
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+        self._board.flush()
+
+    # -- summary -----------------------------------------------------------------------------------------------------
+
+    def summarise(
+        self, step: int, counts: DispatcherStatus | None, weights: dict[str, Any], finished: bool, **more: Any
+    ) -> None:
+        """Writes summary.json."""
+        scores = read_evaluations(self.path("evals.jsonl"))
+        rows = self._rows("metrics.jsonl")
+        summary = {
+            "finished": finished,
+            "steps": step,
+            "wall_s": self._wall_before + self._clock.now() - self._began,
+            "tokens_generated": counts.tokens if counts else 0,
+            "tokens_trained": self._tokens,
+            "episodes": counts.completed + counts.failed if counts else 0,
+            "episodes_failed": counts.failed if counts else 0,
+            "episodes_retried": counts.retried if counts else 0,
+            "groups_dropped": counts.dropped_groups if counts else 0,
+            "restarts": self._restarts,
+            "eval": {name: _score(scores, at) for name, at in (("first", 0), ("last", -1))},
+            "reward": {
+                name: rows[at].get("reward_mean") if rows else None for name, at in (("first", 0), ("last", -1))
+            },
+            "weights": weights,
+            **more,
+        }
+        temporary = self.path("summary.json.tmp")
+        with open(temporary, "w") as file:
+            json.dump(summary, file, indent=2)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path("summary.json"))
+
+    def close(self) -> None:
+        """Closes the TensorBoard files."""
+        if self._board is not None:
+            self._board.close()
+
+    def path(self, name: str) -> str:
+        """A file of the run folder."""
+        return os.path.join(self.folder, name)
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        return journal.read(self.path(name))
+
+    def _known_summary(self) -> dict[str, Any]:
+        try:
+            with open(self.path("summary.json")) as file:
+                known: dict[str, Any] = json.load(file)
+                return known
+        except FileNotFoundError:
+            return {}
+
+
+def _score(scores: list[Any], at: int) -> dict[str, Any] | None:
+    from dataclasses import asdict
+
+    return asdict(scores[at]) if scores else None

@@ -1,0 +1,100 @@
+"""Chooses the generator for each turn. Lives inside every process that samples, so that a turn costs one message.
+
+Owns its own view of who is busy. Promises:
+- a trajectory returns to the replica that holds its cache, unless that replica is gone;
+- a request whose replica died is issued again elsewhere (same prompt, same seed), a bounded number of times;
+- when no replica takes work it waits for one, at most `patience_s`, and then names the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from troupe.actors.context import Context, within
+from troupe.actors.generator import Generator
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut
+from troupe.protocol.messages import EndSession, Generate, Generated, Routes
+
+_SESSIONS_KEPT = 65_536
+
+
+class Router:
+    """Least loaded replica first; sessions stick."""
+
+    def __init__(self, context: Context, generate_s: float = 120.0, patience_s: float = 120.0) -> None:
+        self._context = context
+        self._generate_s, self._patience_s = generate_s, patience_s
+        self._names: list[str] = []
+        self._load: Counter[str] = Counter()
+        self._home: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self.reissued = 0
+
+    def set_routes(self, routes: Routes) -> None:
+        """Replaces the list of replicas that take work."""
+        self._names = list(routes.generators)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def generate(self, request: Generate) -> Generated:
+        """Samples on some replica. Raises TimedOut when none answered in time."""
+        deadline = self._context.clock.now() + self._patience_s
+        reason = "no generator has proved its weights yet"
+        while True:
+            name = self._choose(request.session)
+            if name is None:
+                if self._context.clock.now() >= deadline:
+                    raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
+                await self._wait(1.0)
+                continue
+            self._load[name] += 1
+            try:
+                generator = self._context.ref(name, Generator)
+                return await within(self._generate_s, f"{name}.generate", generator.generate(request))
+            except ActorLost as error:
+                reason = str(error)
+                self._drop(name)
+                self.reissued += 1
+            except (NotReady, Overloaded) as error:
+                reason = str(error)
+                if self._context.clock.now() >= deadline:
+                    raise TimedOut(
+                        f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}"
+                    ) from error
+                await self._wait(0.2)
+            finally:
+                self._load[name] -= 1
+
+    async def end_session(self, session: str) -> None:
+        """Lets the replica forget the session's cache; a replica that is gone has forgotten it already."""
+        name = self._home.pop(session, None)
+        if name in self._names:
+            try:
+                await within(
+                    10.0, f"{name}.end_session", self._context.ref(name, Generator).end_session(EndSession(session))
+                )
+            except (ActorLost, TimedOut):
+                return
+
+    def _choose(self, session: str) -> str | None:
+        home = self._home.get(session)
+        if home in self._names:
+            return home
+        if not self._names:
+            return None
+        name = min(self._names, key=lambda n: (self._load[n], n))
+        if len(self._home) >= _SESSIONS_KEPT:
+            self._home.pop(next(iter(self._home)))
+        self._home[session] = name
+        return name
+
+    def _drop(self, name: str) -> None:
+        if name in self._names:
+            self._names.remove(name)
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return

@@ -1,0 +1,112 @@
+"""A recipe as typed data: what `cluster/config.py` reads from TOML and every actor is started with.
+
+Each field's description is what `troupe config` prints; unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from troupe.learner.config import LearnerConfig, ModelConfig
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class EnvSettings(_Section):
+    """[env]: the world and how many of it."""
+
+    name: str = Field("frozen_lake", description="built-in name, entry point, module:Class or file.py:Class")
+    options: dict[str, Any] = Field(default_factory=dict, description="passed to the world's constructor")
+    actors: int = Field(2, ge=1, description="environment pool actors (processes)")
+    slots: int = Field(32, ge=1, description="environments that one pool holds at a time")
+    max_turns: int | None = Field(None, ge=1, description="turns an episode may take; unset: the world's own number")
+
+
+class TinyModel(_Section):
+    """[model.tiny]: a policy of our own, made by the recipe when no pretrained one is named."""
+
+    hidden: int = Field(128, ge=16, description="hidden size")
+    layers: int = Field(4, ge=1, description="transformer layers")
+    heads: int = Field(4, ge=1, description="attention heads")
+
+
+class ModelSettings(_Section):
+    """[model]: the policy."""
+
+    path: str = Field("", description="Hugging Face folder or a fetched model's name; empty: make [model.tiny]")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights that are served")
+    lora: dict[str, Any] | None = Field(None, description="LoRA settings (rank, alpha, targets); unset: full training")
+    tiny: TinyModel = Field(default_factory=TinyModel)
+
+
+class RolloutSettings(_Section):
+    """[rollout]: how experience is made."""
+
+    groups_per_step: int = Field(8, ge=1, description="tasks in one training step")
+    group_size: int = Field(8, ge=1, description="episodes of each task (one group)")
+    max_staleness: int = Field(1, ge=0, description="how many weight versions a batch may lag behind; 0: on-policy")
+    temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
+    top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
+    max_tokens: int = Field(64, ge=1, description="tokens the agent may say in one turn")
+    max_episode_tokens: int = Field(4096, ge=8, description="tokens of a whole episode, observations included")
+    on_failure: Literal["drop-episode", "drop-group"] = Field(
+        "drop-episode", description="what happens to a group when an episode stays broken after its retries"
+    )
+    attempts: int = Field(3, ge=1, description="attempts at an episode before it counts as failed")
+    env_step_s: float = Field(30.0, gt=0, description="seconds that a world may take for one step")
+    generate_s: float = Field(120.0, gt=0, description="seconds that one turn's generation may take")
+    episode_s: float = Field(600.0, gt=0, description="seconds that one episode may take")
+
+
+class GeneratorSettings(_Section):
+    """[generator]: the replicas that sample tokens."""
+
+    replicas: int = Field(1, ge=1, description="generator actors")
+    engine: Literal["local"] = Field("local", description="generation engine")
+    max_running: int = Field(64, ge=1, description="requests that one replica advances together")
+    threads: int = Field(1, ge=1, description="CPU threads of one replica")
+    device: str = Field("cpu", description="cpu or cuda")
+
+
+class ColdStartSettings(_Section):
+    """[cold_start]: supervised steps on a scripted player's demonstrations before reinforcement learning."""
+
+    steps: int = Field(0, ge=0, description="supervised steps; 0: none")
+    batch: int = Field(32, ge=1, description="demonstrations a step")
+    demonstrations: int = Field(2048, ge=1, description="demonstrations to play")
+    noise: float = Field(0.5, ge=0, le=1, description="share of the scripted player's moves that are random")
+
+
+class EvalSettings(_Section):
+    """[eval]: held-out tasks, never trained on, with their own sampling settings."""
+
+    tasks: int = Field(200, ge=0, description="held-out tasks; 0: no evaluation")
+    trials: int = Field(1, ge=1, description="episodes of each")
+    every: int = Field(0, ge=0, description="evaluate each this many steps too; 0: only first and last")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations; 0: greedy")
+
+
+class RunConfig(_Section):
+    """The whole recipe."""
+
+    name: str = Field("", description="name of the recipe; empty: its file's name")
+    seed: int = Field(0, ge=0, description="seed of everything that is drawn")
+    steps: int = Field(100, ge=1, description="training steps")
+    checkpoint_every: int = Field(20, ge=1, description="steps between checkpoints")
+    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints that are kept")
+    env: EnvSettings = Field(default_factory=EnvSettings)
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
+    cold_start: ColdStartSettings = Field(default_factory=ColdStartSettings)
+    eval: EvalSettings = Field(default_factory=lambda: EvalSettings())
+
+    def model_settings(self, folder: str) -> ModelConfig:
+        """What learner and generator load: the model in `folder` with this recipe's dtype and adapter."""
+        return ModelConfig.model_validate({"path": folder, "dtype": self.model.dtype, "lora": self.model.lora})

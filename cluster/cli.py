@@ -1,0 +1,190 @@
+"""The `troupe` command. Every command says what it does with `--help`; every error is one line that names the fix."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from troupe.protocol.errors import TroupeError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train LLM agents with reinforcement learning over whole multi-turn trajectories.",
+)
+
+RUN = Annotated[str, typer.Argument(help="run folder, for example runs/frozen_lake-20261129-1804", show_default=False)]
+SET = Annotated[list[str] | None, typer.Option("--set", help="override a key: section.key=value (repeatable)")]
+ADDRESS = Annotated[str | None, typer.Option(help="address of a running Ray cluster; default: one on this machine")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="a recipe, for example recipes/frozen_lake.toml")] = None,
+    resume: Annotated[str | None, typer.Option(help="go on with this run folder from its newest checkpoint")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="run folder to make (default: runs/RECIPE-TIME)")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of the run")] = None,
+    steps: Annotated[int | None, typer.Option(help="training steps")] = None,
+    env: Annotated[str | None, typer.Option(help="world: a name, module:Class or file.py:Class")] = None,
+    model: Annotated[str | None, typer.Option(help="model: a folder, or the name of a fetched one")] = None,
+    env_actors: Annotated[int | None, typer.Option(help="environment pool actors")] = None,
+    generators: Annotated[int | None, typer.Option(help="generator replicas")] = None,
+    serve: Annotated[bool, typer.Option(help="open the HTTP door while training")] = False,
+    port: Annotated[int, typer.Option(help="port of the HTTP door")] = 8000,
+    address: ADDRESS = None,
+    set_: SET = None,
+) -> None:
+    """Trains an agent, live on the terminal.
+
+    A new run:      troupe train recipes/frozen_lake.toml --set rollout.group_size=16
+
+    Your own world: troupe train --env guess.py:Guess --model smollm2-135m
+
+    After a stop:   troupe train --resume runs/frozen_lake-…
+    """
+    from troupe.cluster import config as recipes
+    from troupe.cluster import launch
+    from troupe.cluster.progress import Progress, closing
+    from troupe.envs import registry
+    from troupe.protocol.errors import ConfigError
+
+    flags: dict[str, Any] = {"seed": seed, "steps": steps, "env.name": env, "model.path": model}
+    flags |= {"env.actors": env_actors, "generator.replicas": generators}
+    overrides = [*(set_ or []), *(f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None)]
+    if resume:
+        if recipe or run_dir:
+            raise ConfigError("--resume takes its recipe and folder from the run: leave out RECIPE and --run-dir")
+        folder, _ = launch.known_folder(resume)
+        config = recipes.read(str(folder / "config.toml"), overrides)
+    elif recipe:
+        config = recipes.read(recipe, overrides)
+    elif env:
+        config = recipes.from_flags(env, overrides)
+    else:
+        raise ConfigError("name a recipe (recipes/frozen_lake.toml), a world (--env), or a run to --resume")
+    registry.make(registry.find(config.env.name), config.env.options)
+    if config.model.path:
+        from troupe.cluster.models import resolve
+
+        resolve(config.model.path)
+    if not resume:
+        folder = launch.new_folder(config, run_dir)
+    beside = None
+    if serve:
+        from troupe.serve.app import door
+
+        beside = door(port)
+    import os
+
+    where = f"ray {address or os.environ.get('RAY_ADDRESS') or 'local'} · {os.cpu_count()} cores"
+    shown = _relative(folder)
+    try:
+        with Progress(config.name, folder.name, where) as progress:
+            launch.train(config, folder, address=address, watch=progress, beside=beside)
+    except KeyboardInterrupt:
+        print(f"Stopped. Go on with: troupe train --resume {shown}")
+        raise typer.Exit(130) from None
+    except TroupeError as error:
+        raise type(error)(f"{error}\nWhat is done so far is safe. Go on with: troupe train --resume {shown}") from error
+    print(closing(json.loads((folder / "summary.json").read_text()), shown))
+
+
+@app.command()
+def scale(
+    run: RUN,
+    env_actors: Annotated[int | None, typer.Option(min=1, max=1000, help="environment pool actors")] = None,
+    generators: Annotated[int | None, typer.Option(min=1, max=1000, help="generator replicas")] = None,
+) -> None:
+    """Changes the number of actors of a live run."""
+    import asyncio
+
+    from troupe.actors.director import Director
+    from troupe.cluster.launch import attached
+    from troupe.protocol.errors import ConfigError
+    from troupe.protocol.messages import GetStatus, Scale
+
+    if env_actors is None and generators is None:
+        raise ConfigError("say what to scale: --env-actors N or --generators N")
+
+    async def change(context: Any) -> None:
+        director = context.ref("director", Director)
+        await director.scale(Scale(env_actors, generators))
+        status = await director.status(GetStatus())
+        print("actors: " + ", ".join(sorted(status.actors)))
+
+    with attached(run) as context:
+        asyncio.run(change(context))
+
+
+@app.command()
+def query(
+    run: RUN,
+    sql: Annotated[str, typer.Argument(help="SQL over the tables trajectories, steps and nodes", show_default=False)],
+    format: Annotated[str, typer.Option(help="table, json, csv or arrow")] = "table",
+    output: Annotated[str | None, typer.Option("--output", "-o", help="file to write (default: the terminal)")] = None,
+) -> None:
+    """Asks the trajectory store a question in SQL, also while the run is live.
+
+    troupe query RUN "SELECT step, avg(reward), stddev(reward) FROM trajectories GROUP BY step ORDER BY step"
+    """
+    from troupe.cluster.query import render
+    from troupe.cluster.run import Run
+
+    render(Run(run).query(sql), format, output)
+
+
+@app.command()
+def config(
+    recipe: Annotated[str, typer.Argument(help="a recipe or a run folder's config.toml")],
+    set_: SET = None,
+) -> None:
+    """Prints a recipe as it would run, with what each key means."""
+    from troupe.cluster import config as recipes
+
+    print(recipes.explained(recipes.read(recipe, set_)), end="")
+
+
+def _relative(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def main() -> None:
+    """Console entry: errors become one line and an exit code, never a traceback."""
+    from troupe.cluster import commands
+
+    commands.register(app)
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except TroupeError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {_escaped(str(error))}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        import click
+
+        if isinstance(error, click.exceptions.Abort):
+            sys.exit(130)
+        if isinstance(error, click.ClickException):
+            error.show()
+            sys.exit(error.exit_code)
+        raise
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,14 @@
+"""Groups of commands that live beside what they command; each is imported only when it is used."""
+
+from __future__ import annotations
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command groups to the `troupe` command."""
+    from troupe.cluster import env_commands, model_commands, serve_commands
+
+    app.add_typer(env_commands.app, name="env")
+    app.add_typer(model_commands.app, name="models")
+    serve_commands.register(app)

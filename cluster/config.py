@@ -1,0 +1,204 @@
+"""Recipes: TOML in, typed configuration out, and errors that say what to change.
+
+Promises:
+- an unknown key or a wrong type names the file, the line and the nearest valid key;
+- what a run really used is written back as `RUN/config.toml`, from which the same run can be started again.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import tomli_w
+
+from troupe.actors.settings import RunConfig
+from troupe.protocol.errors import ConfigError, nearest
+
+_PRETRAINED: dict[str, Any] = {  # a model that speaks already: small steps of an adapter
+    "steps": 50,
+    "checkpoint_every": 10,
+    "model": {"lora": {"rank": 16, "alpha": 32.0}},
+    "learner": {"lr": 1e-4},
+    "eval": {"tasks": 50},
+}
+_FROM_NOTHING: dict[str, Any] = {  # a small policy of our own: shown the game first, if anyone can show it
+    "steps": 100,
+    "learner": {"lr": 3e-4, "passes": 2},
+}
+_COLD_START: dict[str, Any] = {"steps": 120, "noise": 0.5}
+
+
+def read(path: str, overrides: list[str] | None = None) -> RunConfig:
+    """The recipe in `path` with `overrides` ("section.key=value", value in TOML or a bare word; nothing after = puts
+    the key back to its default) applied."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"No recipe '{path}'.{_similar_file(file)}")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for override in overrides or []:
+        _override(data, override)
+    config = validate(data, path, text)
+    if not config.name:
+        config.name = file.stem
+    return config
+
+
+def validate(data: dict[str, Any], where: str, text: str = "") -> RunConfig:
+    """Typed configuration. Raises ConfigError naming the first thing that is wrong."""
+    try:
+        return RunConfig.model_validate(data)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        keys = [str(part) for part in first["loc"]]
+        name = ".".join(keys)
+        line = _line_of(text, keys)
+        at = f"{where} line {line}" if line else where
+        if first["type"] == "extra_forbidden":
+            known = _known_keys(RunConfig)
+            raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error
+        given = first.get("input")
+        raise ConfigError(f"{at}: '{name}' = {given!r}: {first['msg']}") from error
+
+
+def write(config: RunConfig, path: Path) -> None:
+    """The resolved recipe as TOML."""
+    path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set '{override}': write it as section.key=value")
+    *sections, last = [part.strip() for part in key.split(".")]
+    here = data
+    for section in sections:
+        below = here.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set '{override}': '{section}' is a value, not a section")
+        here = below
+    if value.strip():
+        here[last] = value_of(value)
+    else:
+        here.pop(last, None)  # back to its default
+
+
+def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+            keys += _known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _line_of(text: str, keys: list[str]) -> int:
+    """Line (from 1) on which the dotted key is set, 0 if it is not in the file (an override, say)."""
+    section: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
+        if header:
+            section = [part.strip().strip("\"'") for part in header[1].split(".")]
+            if section == keys:
+                return number
+            continue
+        assignment = re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if assignment:
+            here = section + [part.strip("\"'") for part in assignment[1].split(".")]
+            if here == keys or (len(here) < len(keys) and keys[: len(here)] == here):
+                return number
+    return 0
+
+
+def _similar_file(file: Path) -> str:
+    folder = file.parent if file.parent.is_dir() else Path("recipes")
+    if not folder.is_dir():
+        return ""
+    names = [str(folder / f.name) for f in sorted(folder.glob("*.toml"))]
+    close = difflib.get_close_matches(str(file), names, n=1, cutoff=0.4)
+    if close:
+        return f" Did you mean '{close[0]}'?"
+    return f" There are: {', '.join(names)}." if names else ""
+
+
+def value_of(text: str) -> Any:
+    """What a flag's value means: TOML, or a bare word."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def from_flags(env: str, overrides: list[str]) -> RunConfig:
+    """A recipe for the world `env` without a file: sane defaults, then `overrides`. Its name is the world's.
+
+    With a model: GRPO on a LoRA adapter. Without: a small policy of our own, cold-started where the world has a
+    scripted player. Raises ConfigError, also for a world that cannot be found.
+    """
+    from troupe.envs import registry
+    from troupe.envs.base import TextWorld
+
+    world = registry.find(env)
+    overrides = [f"env.name={json.dumps(env)}", *overrides]
+    wanted: dict[str, Any] = {}
+    for override in overrides:
+        _override(wanted, override)
+    pretrained = isinstance(wanted.get("model"), dict) and bool(wanted["model"].get("path"))
+    data = copy.deepcopy(_PRETRAINED if pretrained else _FROM_NOTHING)
+    if not pretrained and world.play is not TextWorld.play:
+        data["cold_start"] = dict(_COLD_START)
+    data["name"] = world.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", world.__name__).lower()
+    for override in overrides:
+        _override(data, override)
+    return validate(data, "the command line")
+
+
+def explained(config: RunConfig) -> str:
+    """The recipe as TOML that reads back the same, each key with what it means as a comment."""
+    return "\n".join(_section(config, [])) + "\n"
+
+
+def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "") -> list[str]:
+    """A table: its meaning, its header, its own keys, then the tables in it."""
+    doc = (type(model).__doc__ or "").strip().partition("\n")[0]
+    lines = [_comment(meaning or re.sub(r"^\[[^\]]*\]: *", "", doc))]
+    lines += [f"[{'.'.join(path)}]"] if path else []
+    rows: list[tuple[str, str]] = []
+    tables: list[str] = []
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        meaning = field.description or ""
+        if isinstance(value, pydantic.BaseModel):
+            tables += ["", *_section(value, [*path, name], meaning)]
+        elif isinstance(value, dict):
+            inside = tomli_w.dumps({"table": value}).partition("\n")[2].rstrip()
+            inside = inside.replace("\n[table.", f"\n[{'.'.join([*path, name])}.")
+            tables += ["", _comment(meaning), f"[{'.'.join([*path, name])}]", *([inside] if inside else [])]
+        elif value is None:
+            rows.append((f"# {name} =", meaning))
+        else:
+            rows.append((_assignment(name, value), meaning))
+    width = max((len(text) for text, _ in rows), default=0)
+    lines += [f"{text:<{width}}  # {meaning}".rstrip(" #") if meaning else text for text, meaning in rows]
+    return lines + tables
+
+
+def _comment(text: str) -> str:
+    return f"# {text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def _assignment(name: str, value: Any) -> str:
+    """`name = value` on one line."""
+    dumped = tomli_w.dumps({name: list(value) if isinstance(value, tuple) else value})
+    return re.sub(r",? ?\]$", "]", " ".join(line.strip() for line in dumped.splitlines())).replace("= [ ", "= [", 1)

@@ -1,0 +1,191 @@
+"""`troupe env`: look at worlds, be the agent yourself, check that a world keeps its promises."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Worlds: list and show them, play one yourself, check one.")
+
+NAME = Annotated[
+    str, typer.Argument(help="world: a name, module:Class or file.py:Class, for example guess", show_default=False)
+]
+OPTION = Annotated[list[str] | None, typer.Option("--option", help="option of the world: key=value (repeatable)")]
+
+
+@app.command("list")
+def list_() -> None:
+    """Shows the worlds that are known by name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from troupe.envs import registry
+    from troupe.protocol.errors import ConfigError
+
+    table = Table("world", "what it is", box=None, pad_edge=False)
+    for name in registry.names():
+        try:
+            about = _about(registry.find(name))
+        except ConfigError as error:  # somebody's package; it must not hide the others
+            about = f"broken: {error}"
+        table.add_row(name, about)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def show(name: NAME, option: OPTION = None) -> None:
+    """Shows a world: what it is, its options, what the agent is told, how a first episode opens."""
+    from troupe.envs import registry
+
+    world = registry.find(name)
+    options = _options(option)
+    driver = _driver(world, options)
+    opening = asyncio.run(_opening(driver, world.task("train", 0)))
+    print(f"{world.name or world.__name__}   {inspect.getmodule(world).__name__}:{world.__qualname__}")  # type: ignore[union-attr]
+    print(f"\n{inspect.getdoc(world) or 'It has no docstring.'}")
+    takes = [
+        f"  {p.name} = {options.get(p.name, p.default)!r}"
+        for p in list(inspect.signature(world.__init__).parameters.values())[1:]
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    print("\noptions\n" + ("\n".join(takes) or "  none"))
+    print(f"\nat most {world.max_turns} turns")
+    print("\nwhat the agent is told first\n" + _indented(world.system or "(no system prompt)"))
+    print("\nthe first training task opens with\n" + _indented(opening))
+
+
+@app.command()
+def play(
+    name: NAME,
+    seed: Annotated[int, typer.Option(min=0, help="number of the task")] = 0,
+    split: Annotated[str, typer.Option(help="train or heldout")] = "train",
+    option: OPTION = None,
+) -> None:
+    """Lets you be the agent. Ctrl-D or Ctrl-C leaves."""
+    from troupe.envs import registry
+    from troupe.envs.base import SPLITS
+    from troupe.protocol.errors import ConfigError, nearest
+
+    if split not in SPLITS:
+        raise ConfigError(f"no split '{split}': it is one of {', '.join(SPLITS)}.{nearest(split, SPLITS)}")
+    world = registry.find(name)
+    driver = _driver(world, _options(option))
+    with asyncio.Runner() as runner:  # the keyboard is read outside of the loop, whose own Ctrl-C handler would keep it
+        try:
+            _play(runner.run, driver, world.task(split, seed))
+        except (EOFError, KeyboardInterrupt):
+            print("\nYou left the game.")
+        finally:
+            runner.run(driver.close())
+
+
+@app.command()
+def check(
+    name: NAME,
+    option: OPTION = None,
+    episodes: Annotated[int, typer.Option(min=1, help="episodes to play")] = 20,
+) -> None:
+    """Checks a world: reproducible, isolated, fast, safe against garbage. Exit code 1 if a promise is broken."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from troupe.envs import registry
+    from troupe.envs.check import check as examine
+
+    report = examine(registry.find(name), _options(option), episodes=episodes)
+    marks = {True: Text("ok", "green"), False: Text("broken", "bold red"), None: Text("unknown", "yellow")}
+    table = Table("", "promise", "seen", box=None, pad_edge=False)
+    for finding in report.findings:
+        table.add_row(marks[finding.ok], finding.name, Text(finding.detail))
+    console = Console(highlight=False)
+    console.print(table)
+    broken = sum(finding.ok is False for finding in report.findings)
+    verdict = "conforms" if report.ok else f"does not conform: {broken} of {len(report.findings)} promises broken"
+    console.print(f"\n{report.world} {verdict}", markup=False)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+# -- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    """["size=5", "think=none"] as values: TOML, or a bare word."""
+    from troupe.cluster.config import value_of
+    from troupe.protocol.errors import ConfigError
+
+    options = {}
+    for text in given or []:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--option '{text}': write it as key=value")
+        options[key.strip()] = value_of(value)
+    return options
+
+
+def _driver(world: Any, options: dict[str, Any]) -> Any:
+    from troupe.envs import registry
+    from troupe.envs.drive import Driver
+
+    return Driver(registry.make(world, options))
+
+
+async def _opening(driver: Any, task: Any) -> str:
+    try:
+        return str(await driver.reset(task))
+    finally:
+        await driver.close()
+
+
+def _play(run: Callable[[Coroutine[Any, Any, Any]], Any], driver: Any, task: Any) -> None:
+    """One episode with a person as the agent. Raises EOFError or KeyboardInterrupt when they have had enough."""
+    from rich.console import Console
+
+    from troupe.envs.base import action_of
+    from troupe.protocol.errors import InvalidAction
+
+    console = Console(highlight=False, markup=False)
+    if driver.world.system:
+        console.print(driver.world.system + "\n", style="dim")
+    console.print(run(driver.reset(task)))
+    score = 0.0
+    for turn in range(1, driver.world.max_turns + 1):
+        said = console.input("> ")
+        try:
+            result = run(driver.step(action_of(said)))
+        except InvalidAction as error:
+            console.print(f"Invalid action: {error}")
+            continue
+        score += result.reward
+        console.print(result.text)
+        if result.reward or result.parts:
+            parts = f" ({', '.join(f'{name} {value:g}' for name, value in result.parts.items())})" if result.parts else ""
+            console.print(f"reward {result.reward:g}{parts}", style="green" if result.reward > 0 else "yellow")
+        if result.done:
+            success = result.reward > 0 if result.success is None else result.success
+            verdict = "success" if success else "no success"
+            console.print(f"\nThe episode is over: {verdict}, score {score:g} in {_turns(turn)}.", style="bold")
+            return
+    console.print(f"\nThe {_turns(driver.world.max_turns)} are used up: no success, score {score:g}.", style="bold")
+
+
+def _turns(number: int) -> str:
+    return "1 turn" if number == 1 else f"{number} turns"
+
+
+def _about(world: type[Any]) -> str:
+    """The first sentence about a world: of its docstring, or of its module's if the class only lists its options."""
+    own = inspect.getdoc(world) or ""
+    if not own or own.startswith("Options"):
+        own = inspect.getdoc(sys.modules[world.__module__]) or ""
+    return own.partition("\n")[0]
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

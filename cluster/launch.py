@@ -1,0 +1,295 @@
+"""Starts a run and ends it: the run folder, Ray, the director, and everything that must be gone afterwards.
+
+Owns the processes of a run on this machine. Promises:
+- a run folder is never written over, and two processes never lead the same one;
+- Ctrl-C (or SIGTERM) at any moment ends the company, Ray and its temporary folder, and leaves a folder that resumes;
+- a launcher that was killed outright leaves nothing for long: Ray's processes die with it, and the next start removes
+  its temporary folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from troupe.actors.settings import RunConfig
+from troupe.cluster import config as recipes
+from troupe.protocol.errors import ActorLost, ConfigError, TimedOut, TroupeError
+from troupe.protocol.messages import GetStatus, RunStatus, Stop
+
+_TEMPORARY = "troupe-ray-"
+_STOP_S = 20.0
+
+
+@dataclass(slots=True)
+class Launched:
+    """A run on its way: what other processes need to find it is also in RUN/run.json."""
+
+    folder: Path
+    address: str
+    namespace: str
+
+
+def new_folder(config: RunConfig, wanted: str | None) -> Path:
+    """The folder of a new run, created. Raises ConfigError if it exists and is not empty."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(wanted) if wanted else Path("runs") / f"{config.name}-{stamp}"
+    number = 1
+    while not wanted and folder.exists():
+        number += 1
+        folder = Path("runs") / f"{config.name}-{stamp}-{number}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"run folder '{folder}' exists: go on with `troupe train --resume {folder}`, or name another with --run-dir"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoints").mkdir()
+    except OSError as error:
+        raise ConfigError(f"run folder '{folder}' cannot be made: {error.strerror}") from error
+    recipes.write(config, folder / "config.toml")
+    return folder.resolve()
+
+
+def known_folder(path: str) -> tuple[Path, RunConfig]:
+    """An existing run folder and its configuration. Raises ConfigError if it is none."""
+    folder = Path(path)
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"'{path}' is no run folder: it has no config.toml")
+    return folder.resolve(), recipes.read(str(folder / "config.toml"))
+
+
+def prepare_model(config: RunConfig, folder: Path) -> Path:
+    """The model folder of a run: the named one, or a small policy of our own made from the world's vocabulary."""
+    if config.model.path:
+        from troupe.cluster.models import resolve
+
+        return resolve(config.model.path)
+    made = folder / "model"
+    if not made.exists():
+        from troupe.envs import registry
+        from troupe.learner.tiny import make_tiny
+
+        tiny = config.model.tiny
+        corpus = list(registry.find(config.env.name).corpus())
+        if not corpus:
+            raise ConfigError(
+                f"world '{config.env.name}' has no corpus() to make a tokenizer from: set model.path to a model folder"
+            )
+        make_tiny(str(made), corpus, hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads)
+    return made
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else leads this run meanwhile."""
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"'{folder}' is being run by another process: wait for it, or stop it first") from error
+        yield
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None, namespace: str) -> Iterator[str]:
+    """Ray for the time of the block: the cluster at `address` (or RAY_ADDRESS), else one on this machine that is gone
+    afterwards. Yields the address under which other processes reach it."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    _remove_abandoned()
+    address = address or os.environ.get("RAY_ADDRESS")
+    temporary = ""
+    common: dict[str, Any] = {"namespace": namespace, "logging_level": logging.ERROR, "log_to_driver": False}
+    try:
+        if address:
+            try:
+                ray.init(address=address, **common)
+            except (ConnectionError, RuntimeError) as error:
+                raise ConfigError(f"no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
+        else:
+            temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-")
+            ray.init(_temp_dir=temporary, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_abandoned() -> None:
+    """Removes temporary folders of launchers that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+        pid = path.name.removeprefix(_TEMPORARY).split("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+Watch = Callable[[RunStatus], None]
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    address: str | None = None,
+    watch: Watch | None = None,
+    beside: Callable[[Launched], contextlib.AbstractContextManager[Any]] | None = None,
+) -> RunStatus:
+    """Leads the run in `folder` to its end; `watch` is shown its status twice a second. `beside` is entered while it
+    runs (the public door, for example). Raises what broke the run, or KeyboardInterrupt; the folder resumes either way."""
+    with locked(folder):
+        model_folder = prepare_model(config, folder)
+        namespace = f"troupe-{folder.name}"
+        with ray_session(address, namespace) as reached:
+            _place(config)
+            launched = Launched(folder, reached, namespace)
+            announce = folder / "run.json"
+            announce.write_text(json.dumps({"address": reached, "namespace": namespace, "pid": os.getpid()}) + "\n")
+            try:
+                with beside(launched) if beside else contextlib.nullcontext():
+                    return asyncio.run(_lead(config, launched, model_folder, watch or (lambda status: None)))
+            finally:
+                announce.unlink(missing_ok=True)
+
+
+def _place(config: RunConfig) -> None:
+    """Chooses devices: a GPU for learner and generators where the cluster has enough of them."""
+    import ray
+
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if config.learner.device == "auto":
+        config.learner.device = "cuda" if gpus > config.generator.replicas else "cpu"
+
+
+async def _lead(config: RunConfig, launched: Launched, model_folder: Path, watch: Watch) -> RunStatus:
+    from troupe.actors.company import Parts
+    from troupe.actors.director import Director
+    from troupe.actors.factories import make_engine, make_trainer
+    from troupe.actors.host import RayContext
+
+    context = RayContext.launch(launched.namespace, config.seed)
+    model = config.model_settings(str(model_folder))
+    director = context.ref("director", Director)
+    async with _interruptible() as interrupted:
+        while True:
+            await context.spawn(
+                "director",
+                Director,
+                config=config,
+                folder=str(launched.folder),
+                parts=Parts(
+                    model_folder=str(model_folder),
+                    make_engine=partial(make_engine, settings=config.generator, model=model, seed=config.seed),
+                    make_trainer=partial(make_trainer, config=config.learner, model=model, seed=config.seed),
+                ),
+            )
+            run = asyncio.ensure_future(director.run())
+            try:
+                status = await _follow(director, run, interrupted, watch)
+                await run
+                return status
+            except ActorLost as error:
+                watch(_note(f"the director died ({error}); starting a new one"))
+                await asyncio.sleep(1.0)
+            except asyncio.CancelledError:
+                run.cancel()
+                raise
+            finally:
+                if interrupted.is_set():
+                    await _stop(director, run)
+            await context.kill("director")
+
+
+async def _follow(director: Any, run: asyncio.Future[Any], interrupted: asyncio.Event, watch: Watch) -> RunStatus:
+    """Shows the status until the run ends. Raises KeyboardInterrupt when the user wants it to stop."""
+    seen = 0
+    waiter = asyncio.ensure_future(interrupted.wait())
+    try:
+        while True:
+            done, _ = await asyncio.wait({run, waiter}, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+            if waiter in done:
+                raise KeyboardInterrupt
+            status: RunStatus = await asyncio.wait_for(director.status(GetStatus(seen)), 60.0)
+            seen = status.events_total
+            watch(status)
+            if run in done:
+                return status
+    except TimeoutError as error:
+        raise TimedOut("director.status has not answered for 60 s") from error
+    finally:
+        waiter.cancel()
+
+
+async def _stop(director: Any, run: asyncio.Future[Any]) -> None:
+    with contextlib.suppress(TroupeError, TimeoutError, asyncio.CancelledError):
+        await asyncio.wait_for(director.stop(Stop("interrupted")), _STOP_S)
+        await asyncio.wait_for(run, _STOP_S)
+
+
+@contextlib.asynccontextmanager
+async def _interruptible() -> AsyncIterator[asyncio.Event]:
+    """An event that is set by Ctrl-C or SIGTERM; a second signal ends the process at once."""
+    interrupted = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if interrupted.is_set():
+            os._exit(130)
+        interrupted.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield interrupted
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _note(text: str) -> RunStatus:
+    return RunStatus("restarting", 0, 0, -1, 0.0, {}, [], {}, [text], 0)
+
+
+def attached(path: str) -> contextlib.AbstractContextManager[Any]:
+    """Connects to the live run in the folder `path`; the context's value is its `RayContext`."""
+    return _attached(path)
+
+
+@contextlib.contextmanager
+def _attached(path: str) -> Iterator[Any]:
+    folder, config = known_folder(path)
+    file = folder / "run.json"
+    if not file.exists():
+        raise ConfigError(f"'{path}' is not running: there is nothing to talk to")
+    known = json.loads(file.read_text())
+    import ray
+
+    from troupe.actors.host import RayContext
+
+    try:
+        ray.init(
+            address=known["address"], namespace=known["namespace"], logging_level=logging.ERROR, log_to_driver=False
+        )
+    except (ConnectionError, RuntimeError) as error:
+        raise ConfigError(f"'{path}' does not answer at {known['address']}: {str(error).splitlines()[0]}") from error
+    try:
+        yield RayContext("visitor", known["namespace"], None, config.seed)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,136 @@
+"""What a person sees of a run: a live panel on a terminal, one line a step in a log.
+
+Promises: every event of the run is printed once; nothing is printed that the run did not report.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from troupe.protocol.messages import RunStatus
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+class Progress:
+    """Shows the statuses that it is given. Use as a context manager."""
+
+    def __init__(self, name: str, run: str, where: str, console: Console | None = None) -> None:
+        self._title = f"troupe · {name} · run {run}"
+        self._where = where
+        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._live: Live | None = None
+        self._printed_step = 0
+        self._printed_phase = ""
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        else:
+            self._console.print(f"{self._title}   {self._where}")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, status: RunStatus) -> None:
+        for event in status.events:
+            self._console.print(f" · {event}", soft_wrap=True)
+        if self._live is not None:
+            self._live.update(self._panel(status))
+            return
+        if status.phase != self._printed_phase:
+            self._printed_phase = status.phase
+            self._console.print(f" · {status.phase}")
+        step = int(status.metrics.get("step", 0) or 0)
+        if step > self._printed_step:
+            self._printed_step = step
+            self._console.print(_step_line(status), soft_wrap=True)
+
+    def _panel(self, status: RunStatus) -> Group:
+        m = status.metrics
+        head = Table.grid(expand=True)
+        head.add_column()
+        head.add_column(justify="right")
+        head.add_row(Text(self._title, style="bold"), Text(self._where, style="dim"))
+        if status.phase in ("training", "evaluating", "finished") and "reward_mean" in m:
+            alive = len(status.actors)
+            lines = [
+                f"{_step_line(status)}   {_spark(status.history)}",
+                f"rollouts {m.get('trajectories', 0):.0f}/step · {_si(m.get('tokens_per_s', 0))} tok/s · actors alive {alive} · "
+                f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
+                f"staleness {m.get('staleness_mean', 0):.1f}",
+            ]
+            done, total = status.step, status.steps
+        else:
+            loss = m.get("cold_start_loss")
+            lines = [
+                f"{status.phase}" + (f"   loss {loss:.3f}" if loss is not None and status.phase == "cold start" else "")
+            ]
+            done, total = int(status.progress * 100) if status.phase == "cold start" else 0, 100
+        body = [Text(" " + line) for line in lines]
+        bar = ProgressBar(total=max(1, total), completed=done, width=60)
+        return Group(head, *body, Text(" ", end=""), bar)
+
+
+def _step_line(status: RunStatus) -> str:
+    m = status.metrics
+
+    def number(key: str, form: str = ".3f") -> str:
+        value = m.get(key)
+        return format(value, form) if isinstance(value, int | float) else "–"
+
+    return (
+        f" step {int(m.get('step', status.step)):>4}/{status.steps}   success {number('success', '.2f')}   "
+        f"reward {number('reward_mean')} σ {number('reward_std')}   entropy {number('entropy')}   kl {number('kl', '.4f')}   "
+        f"{_si(m.get('tokens_per_s', 0))} tok/s   {number('seconds', '.1f')} s   actors {int(m.get('actors_alive', 0))}"
+    )
+
+
+def _spark(values: list[float], width: int = 24) -> str:
+    if not values:
+        return ""
+    size = max(1, -(-len(values) // width))
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
+    return "".join(_BARS[min(7, int(max(0.0, min(1.0, v)) * 7.999))] for v in means)
+
+
+def _si(value: Any) -> str:
+    number = float(value or 0)
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+def closing(summary: dict[str, Any], folder: str) -> str:
+    """What was learned, where it lies, and what to do next."""
+    lines = []
+    first, last = (summary.get("eval") or {}).get("first"), (summary.get("eval") or {}).get("last")
+    if first and last:
+        lines.append(
+            f"Held-out success on {last['trials']} tasks never trained on (temperature "
+            f"{last['sampling']['temperature']:g}): {first['success']:.3f} [{first['low']:.3f}, {first['high']:.3f}] before, "
+            f"{last['success']:.3f} [{last['low']:.3f}, {last['high']:.3f}] after {summary['steps']} steps "
+            f"in {summary['wall_s']:.0f} s."
+        )
+    if summary.get("episodes_failed") or summary.get("restarts"):
+        lines.append(
+            f"{summary['episodes_failed']} of {summary['episodes']} episodes stayed broken; restarts: "
+            + (", ".join(f"{n} ×{c}" for n, c in summary["restarts"].items()) or "none")
+            + "."
+        )
+    lines += [
+        f"Everything lies in {folder} (config, metrics, trajectories, checkpoints, summary.json).",
+        "Next:",
+        f'  troupe query {folder} "SELECT step, avg(reward) FROM trajectories GROUP BY step ORDER BY step"',
+        f"  troupe serve {folder}",
+        "  troupe env play frozen_lake",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Where agents act: the environment interface, the built-in worlds and their scripted players. No Ray, no torch."""

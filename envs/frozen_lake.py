@@ -1,0 +1,175 @@
+"""FrozenLake as text: walk over the ice to the goal without falling into a hole.
+
+Promises:
+- every lake is drawn at random and can be solved in 2 to `max_turns` moves;
+- a lake is its holes and its goal; one in five, by its digest, is held out. The start is not part of it, because the
+  player walks: no grid that is ever seen in training is a held-out one, whatever the seeds;
+- every cell, and every word but the first of a message, has one leading space: a byte-level BPE tokenizer trained on
+  `corpus` reads one token a cell, and a move is the same token in the thought and in the act.
+
+An observation is a status word and, unless the episode is over, the grid (P player, G goal, O hole, . ice):
+
+    moved
+     . . O .
+     . P . .
+     O . . G
+     . . . .
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import deque
+from collections.abc import Iterator
+from typing import ClassVar
+
+from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, belongs, rng_of
+from troupe.protocol.errors import TaskFailed
+
+Cell = tuple[int, int]
+
+MOVES: dict[str, Cell] = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
+THINK = ("none", "where", "safe", "toward")
+PLAYERS = ("greedy", "careful", "shortest")
+_SLIPS = {"left": ("up", "down"), "right": ("up", "down"), "up": ("left", "right"), "down": ("left", "right")}
+_WORD = re.compile(r"[A-Za-z]+")
+_DRAWS = 20_000
+
+
+class FrozenLake(TextWorld):
+    """Options:
+
+    size: cells a side, 3 to 10.
+    slippery: a move goes as meant one time in three, else to either side of it (as in Gymnasium).
+    holes: chance of a cell other than start and goal to be a hole.
+    think: what the scripted player says before it acts, each level adding to the one before: "none"; "where" (row and
+    column of player and goal); "safe" (moves that stay out of holes and on the map); "toward" (moves that come nearer).
+    player: "greedy" (towards the goal, blind to holes), "careful" (towards the goal if that is safe, else any safe
+    move), "shortest" (along a shortest path).
+    """
+
+    name: ClassVar[str] = "frozen_lake"
+    max_turns: ClassVar[int] = 8
+    inline: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        size: int = 4,
+        slippery: bool = False,
+        holes: float = 0.22,
+        think: str = "safe",
+        player: str = "careful",
+    ) -> None:
+        if not 3 <= size <= 10:
+            raise ValueError(f"size is {size}; it is 3 to 10 cells a side")
+        if not 0.0 <= holes <= 0.6:
+            raise ValueError(f"holes is {holes}; it is a chance from 0 to 0.6")
+        if think not in THINK:
+            raise ValueError(f"think is '{think}'; it is one of {', '.join(THINK)}")
+        if player not in PLAYERS:
+            raise ValueError(f"player is '{player}'; it is one of {', '.join(PLAYERS)}")
+        self.size, self.slippery, self.hole_chance, self.think, self.player = size, slippery, holes, think, player
+        self.holes: frozenset[Cell] = frozenset()
+        self.goal: Cell = (0, 0)
+        self.at: Cell = (0, 0)
+
+    # -- the world ---------------------------------------------------------------------------------------------------
+
+    def reset(self, task: Task) -> str:
+        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
+        for _ in range(_DRAWS):
+            self.at, self.goal = self.rng.sample(cells, 2)
+            self.holes = frozenset(
+                cell for cell in cells if self.rng.random() < self.hole_chance and cell not in (self.at, self.goal)
+            )
+            if 2 <= self.distances().get(self.at, 0) <= self.max_turns:
+                return self._observation("start")
+        raise TaskFailed(f"no solvable lake of size {self.size} with holes {self.hole_chance} in {_DRAWS} draws")
+
+    def step(self, text: str) -> Turn:
+        words = (found[0].lower() for found in _WORD.finditer(text))
+        move = next((word for word in words if word in MOVES), None)
+        if move is None:
+            raise InvalidAction(self._observation("say left right up or down"))
+        if self.slippery:
+            move = self.rng.choice((move, *_SLIPS[move]))
+        before, self.at = self.at, self._neighbour(self.at, move)
+        if self.at in self.holes:
+            return Turn("hole", reward=0.0, done=True, success=False)
+        if self.at == self.goal:
+            return Turn("goal", reward=1.0, done=True, success=True)
+        return Turn(self._observation("stayed" if self.at == before else "moved"))
+
+    def state_key(self) -> str:
+        return "/".join("".join(self._symbol((row, column)) for column in range(self.size)) for row in range(self.size))
+
+    @property
+    def lake(self) -> str:
+        """The map without the player: what a split is decided by."""
+        return f"{self.size} {sorted(self.holes)} {self.goal}"
+
+    def distances(self) -> dict[Cell, int]:
+        """Moves to the goal from each cell that can reach it (breadth first, no slipping)."""
+        found = {self.goal: 0}
+        queue = deque([self.goal])
+        while queue:
+            cell = queue.popleft()
+            for move in MOVES:
+                beside = self._neighbour(cell, move)
+                if beside not in found and beside not in self.holes:
+                    found[beside] = found[cell] + 1
+                    queue.append(beside)
+        return found
+
+    def _neighbour(self, cell: Cell, move: str) -> Cell:
+        row, column = cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
+        return (row, column) if 0 <= row < self.size and 0 <= column < self.size else cell
+
+    def _symbol(self, cell: Cell) -> str:
+        return "P" if cell == self.at else "G" if cell == self.goal else "O" if cell in self.holes else "."
+
+    def _observation(self, status: str) -> str:
+        rows = ("".join(f" {symbol}" for symbol in row) for row in self.state_key().split("/"))
+        return "\n".join((status, *rows))
+
+    # -- its scripted player -----------------------------------------------------------------------------------------
+
+    def play(self, rng: random.Random, noise: float) -> str:
+        safe = [m for m in MOVES if (to := self._neighbour(self.at, m)) != self.at and to not in self.holes]
+        toward = [m for m in MOVES if _apart(self._neighbour(self.at, m), self.goal) < _apart(self.at, self.goal)]
+        move = rng.choice(list(MOVES)) if rng.random() < noise else rng.choice(self._good(safe, toward))
+        level = THINK.index(self.think)
+        thought = []
+        if level >= 1:
+            thought += ["me", *map(str, self.at), "goal", *map(str, self.goal)]
+        if level >= 2:
+            thought += ["safe", *safe]
+        if level >= 3:
+            thought += ["toward", *toward]
+        return f"<think>{' '.join(thought)}</think> {move}"
+
+    def _good(self, safe: list[str], toward: list[str]) -> list[str]:
+        if self.player == "greedy":
+            return toward
+        if self.player == "careful":
+            return [m for m in toward if m in safe] or safe or toward
+        left = self.distances()
+        return [m for m in safe if left.get(self._neighbour(self.at, m), self.size**2) < left[self.at]]
+
+    @classmethod
+    def corpus(cls) -> Iterator[str]:
+        yield "".join(f" {digit}" for digit in range(10))
+        yield "".join(f" {word}" for word in (*MOVES, "goal", "safe", "toward"))
+        yield from (*MOVES, "me", "hole", "goal", "start", "moved", "stayed")
+        for index in range(64):
+            world = cls(think=THINK[index % len(THINK)])
+            task = cls.task("train", index)
+            world.rng = rng_of(task)
+            yield world.reset(task)
+            yield world.play(world.rng, noise=1.0)
+            yield world._observation(("say left right up or down", "moved", "stayed")[index % 3])
+
+
+def _apart(a: Cell, b: Cell) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])

@@ -1,0 +1,135 @@
+"""Worlds by name.
+
+A name is one of: a built-in world ("frozen_lake"), an entry point of the group `troupe.envs` of an installed package,
+"module:Class", or "path/to/file.py:Class". Built-in names win over entry points.
+
+Promises: whatever is wrong with a name or with what it leads to is one ConfigError of one line that says what to do. A
+file is loaded once a process: the same name gives the same class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from troupe.envs.base import TextWorld
+from troupe.protocol.errors import ConfigError, nearest
+
+GROUP = "troupe.envs"
+BUILT_IN = {
+    "calculator": "troupe.envs.calculator:Calculator",
+    "echo": "troupe.envs.echo:Echo",
+    "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
+    "guess": "troupe.envs.guess:Guess",
+}
+
+
+def names() -> list[str]:
+    """Names that `find` knows without a path or a module: built-in worlds and entry points."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def find(name: str) -> type[TextWorld]:
+    """The world class that `name` stands for. Raises ConfigError."""
+    target = BUILT_IN.get(name) or next((p.value for p in entry_points(group=GROUP) if p.name == name), name)
+    place, colon, attribute = target.rpartition(":")
+    if not colon:
+        if target.endswith(".py"):
+            raise ConfigError(f"environment '{name}' names no class{_suggest(name, _load(name, target))}")
+        raise ConfigError(
+            f"No environment '{name}'.{nearest(name, names())} Known: {', '.join(names())}; "
+            "or give module:Class or path/file.py:Class"
+        )
+    module = _load(name, place)
+    try:
+        found: Any = module
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ConfigError(
+            f"environment '{name}': {place} has no '{attribute}'{_suggest(place, module, attribute)}"
+        ) from None
+    if not inspect.isclass(found):
+        raise ConfigError(f"environment '{name}' is a {type(found).__name__}, not a class{_suggest(place, module)}")
+    if not issubclass(found, TextWorld):
+        raise ConfigError(f"environment '{name}' is not a world: derive it from troupe.envs.base.TextWorld")
+    missing = [method for method in ("reset", "step") if getattr(found, method) is getattr(TextWorld, method)]
+    if missing:
+        raise ConfigError(f"environment '{name}' is not a whole world: define {' and '.join(missing)}")
+    return found
+
+
+def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
+    """An instance with `options` (the recipe's `[env.options]`). Raises ConfigError for options it does not take."""
+    name = world.name or world.__name__
+    parameters = inspect.signature(world.__init__).parameters
+    known = [p.name for p in list(parameters.values())[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for option in options:
+            if option not in known:
+                hint = nearest(option, known) or f" Known: {', '.join(known)}."
+                raise ConfigError(f"{name} has no option '{option}'.{hint}")
+    try:
+        return world(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {_line(error)}") from error
+
+
+def _load(name: str, place: str) -> ModuleType:
+    """The module at `place`: a file if it looks like one, else a dotted name."""
+    try:
+        if place.endswith(".py") or "/" in place:
+            return _load_file(name, Path(place))
+        return importlib.import_module(place)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # user code: it may raise anything
+        raise ConfigError(f"environment '{name}' cannot be imported: {type(error).__name__}: {_line(error)}") from error
+
+
+def _load_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        beside = path.parent.glob("*.py") if path.parent.is_dir() else ()
+        raise ConfigError(f"environment '{name}': no file {path}.{nearest(path.name, [p.name for p in beside])}")
+    path = path.resolve()
+    known_as = f"troupe_world_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if known_as in sys.modules:
+        return sys.modules[known_as]
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"environment '{name}': {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[known_as] = module  # before it runs: dataclasses and pickle look their module up there
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # so that it can import the files beside it; last, so that it hides nothing
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known_as]
+        raise
+    return module
+
+
+def _suggest(place: str, module: ModuleType, attribute: str = "") -> str:
+    """What the module does have: the nearest world, or all of them."""
+    worlds = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, TextWorld) and value.__module__ == module.__name__
+    ]
+    if not worlds:
+        return ": it defines no class derived from TextWorld"
+    close = nearest(attribute, worlds)
+    return f".{close}" if close else f": name one of its worlds, {place}:{worlds[0]}"
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0]

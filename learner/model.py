@@ -1,0 +1,160 @@
+"""The policy as a torch module: where it is loaded from, and its weights as named arrays.
+
+Promises:
+- `load` with the same config and seed gives the same weights everywhere, whether drawn or read;
+- `tensors_of` is what is published to generators: every parameter once (tied ones under their first name), or only the
+  adapters' with LoRA; bfloat16 as an int16 view of the same bits;
+- after `load_tensors(model, t)`, `checksum_of(tensors_of(model)) == checksum_of(t)`, or it raised and changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from troupe.learner.config import LoraSettings, ModelConfig
+from troupe.protocol.errors import CheckpointError, ConfigError
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+_UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
+    """The policy on the CPU, in evaluation mode (no dropout, ever: gradients may not depend on layout).
+
+    A folder with a config and no weights gives random ones drawn from `seed`, as are fresh adapters; torch's global
+    generator is left alone. Raises ConfigError for a folder that is no model or an architecture that cannot be trained.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(config.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model folder '{folder}' does not exist: give a folder in Hugging Face layout")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder '{folder}' has no config.json: it is not a model in Hugging Face layout")
+    dtype = getattr(torch, config.dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            hf = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            if any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+                model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
+            else:
+                fresh: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)  # type: ignore[no-untyped-call]
+                model = fresh.to(dtype)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model folder '{folder}' cannot be loaded: {error}") from error
+        for name in _UNSUPPORTED:
+            if getattr(hf, name, None) not in (None, 1.0):
+                raise ConfigError(f"model '{folder}' ({hf.model_type}) has logits scaled by '{name}': not supported")
+        if config.lora is not None:
+            model = _adapted(model, config.lora)
+    model.train(False)
+    return model
+
+
+def _adapted(model: Any, lora: LoraSettings) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, settings, autocast_adapter_dtype=True)  # adapters in float32 over any base
+    except ValueError as error:
+        raise ConfigError(f"model.lora.targets = {lora.targets!r}: {error}") from error
+
+
+def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The published parameters by their public names, which with LoRA are those of peft's adapter files."""
+    named = dict(model.named_parameters())  # tied parameters appear once
+    if not hasattr(model, "peft_config"):
+        return named
+    return {name.replace(".default.", "."): p for name, p in named.items() if ".lora_" in name}
+
+
+def tensors_of(model: torch.nn.Module) -> Tensors:
+    """The published weights. On a CPU they are views of the parameters: copy what must outlive the next step."""
+    return {name: _to_numpy(parameter.detach()) for name, parameter in parameters_of(model).items()}
+
+
+@torch.no_grad()
+def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """The inverse of `tensors_of`. Raises CheckpointError naming what is missing, unexpected or mis-shaped."""
+    own = parameters_of(model)
+    problems = [f"missing '{name}'" for name in own if name not in tensors]
+    problems += [f"unexpected '{name}'" for name in tensors if name not in own]
+    for name in own.keys() & tensors.keys():
+        expected, given = _to_numpy(own[name].detach()), tensors[name]
+        if given.shape != expected.shape or given.dtype != expected.dtype:
+            shapes = f"{given.dtype}{list(given.shape)} where the model has {expected.dtype}{list(expected.shape)}"
+            problems.append(f"'{name}' is {shapes}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"weights are of another model: {'; '.join(sorted(problems)[:5])}{more}")
+    for name, parameter in own.items():
+        source = torch.from_numpy(np.array(tensors[name]))  # a copy: shared memory is read-only, which torch warns of
+        parameter.copy_(source.view(torch.bfloat16) if parameter.dtype == torch.bfloat16 else source)
+
+
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    plain = tensor.contiguous().cpu()
+    array: np.ndarray[Any, Any] = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    return array
+
+
+# -- on disk ---------------------------------------------------------------------------------------------------------
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def save_model(model: torch.nn.Module, folder: Path, source: Path) -> None:
+    """Writes a Hugging Face folder, or with LoRA a peft adapter's, and the tokenizer of `source` into it."""
+    saved: Any = model
+    saved.save_pretrained(str(folder))
+    for name in _TOKENIZER_FILES:
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
+
+
+def restore_model(model: torch.nn.Module, folder: Path) -> None:
+    """Takes over the weights that `save_model` wrote. Raises CheckpointError if they are not there or do not fit."""
+    if hasattr(model, "peft_config"):
+        from safetensors.torch import load_file
+
+        path = folder / "adapter_model.safetensors"
+        if not path.is_file():
+            raise CheckpointError(f"'{folder}' holds no adapter_model.safetensors: was it trained without model.lora?")
+        load_tensors(model, {name: _to_numpy(tensor) for name, tensor in load_file(str(path)).items()})
+        return
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(f"'{folder}' holds a LoRA adapter, but the model is configured without model.lora")
+    from transformers import AutoModelForCausalLM
+
+    dtype = next(model.parameters()).dtype
+    try:
+        other = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"'{folder}' cannot be loaded: {error}") from error
+    load_tensors(model, tensors_of(other))

@@ -1,0 +1,201 @@
+"""Sequences of any length through the model without padding: packed into rows, but blind to each other.
+
+Promises:
+- a row holds whole sequences, one after another; positions restart and attention never crosses a border, so every
+  logprob equals that of the sequence alone, and gradients do not depend on what shares a row (law 5);
+- attention costs Σ nᵢ², not (Σ nᵢ)²: it runs sequence by sequence, without a mask; all else runs on the whole row;
+- logits are made for trained positions only, a bounded number at a time, never for tokens × vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from troupe.learner.errors import BatchError
+from troupe.protocol.errors import ConfigError
+
+ATTENTION = "troupe_packed"
+"""Name of the attention implementation that `prepare` gives a model."""
+
+_LOGITS_AT_ONCE = 1 << 25
+"""Float32 logits held at a time (128 MiB)."""
+
+
+@dataclass(slots=True)
+class Trainable:
+    """A token sequence and what is trained in it.
+
+    tokens: ids [n]. at: positions [k] ≥ 1 of the trained tokens, ascending. first: index of the sequence's first
+    trained token among all of the batch, so that per-token data lives in flat arrays beside the sequences.
+    temperature: what the logits are divided by.
+    """
+
+    tokens: np.ndarray[Any, np.dtype[np.int32]]
+    at: np.ndarray[Any, np.dtype[np.int64]]
+    first: int = 0
+    temperature: float = 1.0
+
+
+def trainable(tokens: Any, mask: Any, *, first: int = 0, temperature: float = 1.0, name: str = "sequence") -> Trainable:
+    """Checks and wraps `tokens` [n] whose trained ones are marked in `mask` [n]. Raises BatchError."""
+    tokens, at = np.asarray(tokens, np.int32), np.flatnonzero(mask)
+    if len(tokens) != len(mask):
+        raise BatchError(f"{name}: {len(tokens)} tokens but a mask of {len(mask)}")
+    if len(at) and at[0] == 0:
+        raise BatchError(f"{name}: its first token is to be trained, but nothing comes before it to predict it from")
+    return Trainable(tokens, at, first, temperature)
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Rows of indices into `lengths`, each of at most `capacity` tokens: best fit, longest first, deterministic.
+
+    A sequence longer than `capacity` gets a row of its own: nothing is ever cut.
+    """
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), ascending
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        slot = bisect.bisect_left(room, (lengths[index], -1))
+        if slot < len(room):
+            free, row = room.pop(slot)
+            rows[row].append(index)
+        else:
+            free, row = capacity, len(rows)
+            rows.append([index])
+        bisect.insort(room, (max(free - lengths[index], 0), row))
+    return rows
+
+
+@dataclass(slots=True)
+class Row:
+    """One forward pass.
+
+    tokens, positions: [1, T]. lengths, ends: of its sequences, and where each ends in the row. at: row positions [k]
+    whose logits predict `targets` [k]. where: flat index [k] of each among all trained tokens. temperature: [k].
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    lengths: list[int]
+    ends: torch.Tensor
+    at: torch.Tensor
+    targets: torch.Tensor
+    where: torch.Tensor
+    temperature: torch.Tensor
+
+
+def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device) -> Iterator[Row]:
+    """Packs `sequences` into rows on `device`."""
+    for indices in pack([len(s.tokens) for s in sequences], capacity):
+        members = [sequences[i] for i in indices]
+        lengths = [len(s.tokens) for s in members]
+        starts = np.cumsum([0, *lengths[:-1]])
+        counts = [len(s.at) for s in members]
+        tokens = np.concatenate([s.tokens for s in members]).astype(np.int64)
+        at = np.concatenate([s.at + start for s, start in zip(members, starts, strict=True)])
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        where = np.concatenate([np.arange(s.first, s.first + n) for s, n in zip(members, counts, strict=True)])
+        temperature = np.repeat(np.array([s.temperature for s in members], np.float32), counts)
+        yield Row(
+            tokens=torch.from_numpy(tokens)[None].to(device),
+            positions=torch.from_numpy(positions)[None].to(device),
+            lengths=lengths,
+            ends=torch.tensor(np.cumsum(lengths), device=device),
+            at=torch.from_numpy(at - 1).to(device),
+            targets=torch.from_numpy(tokens[at]).to(device),
+            where=torch.from_numpy(where).to(device),
+            temperature=torch.from_numpy(temperature).to(device),
+        )
+
+
+def prepare(model: torch.nn.Module) -> tuple[Any, Any]:
+    """Makes `model` fit for packed rows; returns (backbone, output head) for `logprobs`.
+
+    From then on it reads packed rows and nothing else. Raises ConfigError if its attention cannot be replaced.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _attention)
+    causal: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
+    if getattr(causal.config, "is_encoder_decoder", False):
+        raise ConfigError(f"a {causal.config.model_type} model is no decoder: it cannot be trained here")
+    causal.set_attn_implementation(ATTENTION)
+    if causal.config._attn_implementation != ATTENTION:
+        raise ConfigError(f"a {causal.config.model_type} model cannot be trained: its attention cannot be replaced")
+    return causal.get_decoder(), causal.get_output_embeddings()
+
+
+Entropy = Literal["skip", "measure", "train"]
+"""Of the policy at each trained token: leave it at 0, compute it without a gradient, or with one."""
+
+
+def logprobs(model: tuple[Any, Any], row: Row, *, entropy: Entropy = "skip") -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprob of each target, entropy of each distribution), both float32 [k].
+
+    Logprobs are of softmax(logits / temperature), as the engine samples; entropy is of softmax(logits), in nats.
+    """
+    backbone, head = model
+    output = backbone(input_ids=row.tokens, position_ids=row.positions, use_cache=False, sequence_lengths=row.lengths)
+    hidden = output.last_hidden_state[0].index_select(0, row.at)
+    step = max(1, _LOGITS_AT_ONCE // head.weight.shape[0])
+    if len(row.at) <= step:
+        return _predict(head, hidden, row.targets, row.temperature, entropy)
+    parts = [
+        # the backward pass makes each chunk's logits again instead of keeping them all
+        checkpoint(
+            _predict, head, hidden[i : i + step], row.targets[i : i + step], row.temperature[i : i + step], entropy,
+            use_reentrant=False,
+        )
+        for i in range(0, len(row.at), step)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _predict(
+    head: Any, hidden: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, entropy: Entropy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = head(hidden).float()
+    lp = -F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
+    if entropy == "skip":
+        return lp, torch.zeros_like(lp)
+    whole = (logits if entropy == "train" else logits.detach()).log_softmax(-1)
+    return lp, -(whole.exp() * whole).sum(-1)
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    sequence_lengths: list[int],
+    sliding_window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each of `sequence_lengths`; query [1, heads, T, d], key and value [1, kv_heads, T, d]."""
+    if softcap is not None:
+        raise ConfigError("attention with a soft cap is not supported on packed rows")
+    grouped = key.shape[1] != query.shape[1]
+    outputs = []
+    for q, k, v in zip(*(torch.split(t, sequence_lengths, dim=2) for t in (query, key, value)), strict=True):
+        mask = None
+        n = q.shape[2]
+        if sliding_window is not None and n > sliding_window:
+            ones = torch.ones(n, n, dtype=torch.bool, device=q.device)
+            mask = ones.tril() & ones.triu(1 - sliding_window)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

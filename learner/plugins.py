@@ -1,0 +1,63 @@
+"""Registries of small functions that a user may replace: a registered name, `module:function` or `file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Generic, TypeVar
+
+from troupe.protocol.errors import ConfigError, nearest
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Registry(Generic[Function]):
+    """Functions of one kind by name. `kind` is what error messages call them, for example "advantage"."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._known: dict[str, Function] = {}
+
+    def add(self, name: str, function: Function) -> Function:
+        """Registers `function`. A name is taken only once: the second function of a name raises ConfigError."""
+        previous = self._known.setdefault(name, function)
+        # the same file loaded again (a resumed run in one process) is not another function
+        if previous is not function and previous.__qualname__ != function.__qualname__:
+            owner = f"{previous.__module__}.{previous.__qualname__}"
+            raise ConfigError(f"{self.kind} '{name}' is registered already, by {owner}: give yours another name")
+        self._known[name] = function
+        return function
+
+    def find(self, name: str) -> Function:
+        """The function of that name. Raises ConfigError with the nearest known name, or why the file cannot be used."""
+        if name in self._known:
+            return self._known[name]
+        if ":" not in name:
+            known = ", ".join(sorted(self._known))
+            raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(name, self._known)} Known: {known}")
+        where, _, attribute = name.rpartition(":")
+        try:
+            module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        except Exception as error:  # anything may go wrong in a user's module; it is always the setting that is wrong
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{self.kind} '{name}': {where} cannot be imported: {reason}") from error
+        function = getattr(module, attribute, None)
+        if not callable(function):
+            functions = [key for key, value in vars(module).items() if callable(value)]
+            hint = nearest(attribute, functions)
+            raise ConfigError(f"{self.kind} '{name}': {where} has no function '{attribute}'.{hint}")
+        return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: '{path}'")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses in the file look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,1 @@
+"""How others reach it: the Ray Serve application."""

@@ -1,0 +1,102 @@
+"""Law 2: only policy tokens are trained. Scaffold, inserted terminators and observations never."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from troupe.learner.config import LearnerConfig, ModelConfig
+from troupe.learner.model import load
+from troupe.learner.optimiser import Optimiser
+from troupe.learner.tiny import make_tiny
+from troupe.learner.trainer import Trainer
+from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Node, Task, Trajectory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("tiny")
+    return ModelConfig(path=str(make_tiny(folder, ["a b"], hidden=16, layers=2, heads=2, mlp=24)))
+
+
+def trajectory(index: int, reward: float, provenance: list[list[int]]) -> Trajectory:
+    """A chain of nodes whose tokens have the given provenances, mixed at will within a node."""
+    rng = np.random.default_rng(index)
+    nodes = []
+    for parent, row in enumerate([[TEMPLATE], *provenance], start=-1):
+        k = row.count(POLICY)
+        nodes.append(
+            Node(
+                parent=parent,
+                role="x",
+                step=0,
+                tokens=rng.integers(0, 250, len(row)).astype(np.int32),
+                provenance=np.array(row, np.uint8),
+                logprobs=rng.normal(-5.6, 0.2, k).astype(np.float32),
+                versions=np.zeros(k, np.int32),
+            )
+        )
+    task = Task("t", "w", "train", 0)
+    return Trajectory(f"e{index}", 0, 0, index, "train", 1, task, "completed", "terminated", nodes, reward=reward)
+
+
+def gradient(model: ModelConfig, trajectories: list[Trajectory]) -> torch.Tensor:
+    """The gradient that reaches the optimiser in a training step."""
+    trainer = Trainer(LearnerConfig(importance="none", device="cpu"), model, seed=0)
+    seen: list[torch.Tensor] = []
+    step = Optimiser.step
+
+    def watched(self: Optimiser, lr: float) -> float:
+        seen.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
+        return step(self, lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimiser, "step", watched)
+        trainer.train(trajectories)
+    return seen[0]
+
+
+def by_hand(config: ModelConfig, trajectories: list[Trajectory], advantages: list[float]) -> torch.Tensor:
+    """−Σ A·∇logprob / count over policy tokens and nothing else, one token at a time (the ratio is 1 before the step)."""
+    model = load(config, seed=0)
+    total, count = torch.zeros(()), 0
+    for t, advantage in zip(trajectories, advantages, strict=True):
+        ids = torch.from_numpy(np.concatenate([n.tokens for n in t.nodes])).long()
+        provenance = np.concatenate([n.provenance for n in t.nodes])
+        lp = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        for i in range(1, len(ids)):
+            if provenance[i] == POLICY:
+                total = total - advantage * lp[i - 1, ids[i]]
+                count += 1
+    (total / count).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+row = st.lists(st.sampled_from([TEMPLATE, POLICY, ENVIRONMENT]), min_size=1, max_size=10)
+chain = st.lists(row, min_size=1, max_size=4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(one=chain, other=chain)
+def test_the_gradient_is_the_sum_over_policy_tokens_and_nothing_else(
+    model: ModelConfig, one: list[list[int]], other: list[list[int]]
+) -> None:
+    pair = [trajectory(0, 1.0, [[ENVIRONMENT, POLICY], *one]), trajectory(1, 0.0, [[POLICY], *other])]
+    advantage = 0.5 / (0.5**0.5 + 1e-6)  # GRPO of rewards [1, 0]
+    expected = by_hand(model, pair, [advantage, -advantage])
+    assert (gradient(model, pair) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_an_observation_that_nothing_follows_has_no_influence_at_all(model: ModelConfig) -> None:
+    """As a target it is masked, and it is no one's context: any other token in its place gives the same gradient."""
+
+    def pair(last: int) -> list[Trajectory]:
+        made = [trajectory(i, float(i), [[ENVIRONMENT, POLICY, POLICY], [ENVIRONMENT]]) for i in range(2)]
+        for t in made:
+            t.nodes[-1].tokens[:] = last
+        return made
+
+    assert torch.equal(gradient(model, pair(7)), gradient(model, pair(8)))

@@ -1,0 +1,321 @@
+"""Supervised steps, policy-gradient steps, their metrics and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
+from troupe.learner.errors import BatchError, Diverged
+from troupe.learner.model import load
+from troupe.learner.trainer import Trainer
+from troupe.protocol.checksum import checksum_of
+from troupe.protocol.errors import CheckpointError
+from troupe.protocol.trajectory import Trajectory
+
+Make = Callable[..., Trajectory]
+FULL, BF16, LORA = "full", "bf16", "lora"
+
+
+def trainer(path: str, kind: str = FULL, *, seed: int = 0, **config: Any) -> Trainer:
+    model = ModelConfig(
+        path=path,
+        dtype="bfloat16" if kind == BF16 else "float32",
+        lora=LoraSettings(rank=2) if kind == LORA else None,
+    )
+    return Trainer(LearnerConfig(**{"lr": 3e-3, "device": "cpu", **config}), model, seed=seed)
+
+
+def logprobs_of(t: Trainer, trajectory: Trajectory, temperature: float) -> np.ndarray[Any, Any]:
+    """What an engine with the trainer's weights would report for the policy tokens of an unforked trajectory."""
+    model = load(t.model_config, seed=0)
+    model.load_state_dict(t.model.state_dict())
+    (sample,) = trajectory.samples()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(sample.tokens).long()[None]).logits[0].float() / temperature
+    at = np.flatnonzero(sample.mask)
+    return logits.log_softmax(-1)[at - 1, sample.tokens[at]].numpy()
+
+
+# -- cold start ------------------------------------------------------------------------------------------------------
+
+
+def demonstrations(n: int = 12) -> tuple[list[Any], list[Any]]:
+    rng = np.random.default_rng(0)
+    tokens = [np.concatenate([rng.integers(0, 200, 5), [210, 211, 212]]).astype(np.int32) for _ in range(n)]
+    return tokens, [np.array([0] * 5 + [1] * 3, np.int32) for _ in tokens]
+
+
+def test_cold_start_teaches_the_supervised_tokens(tiny: str) -> None:
+    t = trainer(tiny, cold_start_lr=2e-2)
+    seen: list[tuple[int, int, float]] = []
+    result = t.cold_start(*demonstrations(), steps=30, batch=8, progress=lambda *a: seen.append(a))
+    assert [s[:2] for s in seen] == [(i + 1, 30) for i in range(30)]
+    assert result["loss_first"] == seen[0][2] == pytest.approx(math.log(270), rel=0.1)
+    assert result["loss"] < result["loss_first"] / 4
+    assert t.step == 0
+
+
+def test_cold_start_learns_nothing_from_other_tokens(tiny: str) -> None:
+    """The last token is not supervised and predicts nothing: whatever it is, the weights come out the same."""
+    sums = []
+    for last in (1, 2):
+        tokens, supervised = demonstrations()
+        tokens = [np.append(x, last).astype(np.int32) for x in tokens]
+        t = trainer(tiny)
+        t.cold_start(tokens, [np.append(m, 0) for m in supervised], steps=3, batch=4)
+        sums.append(checksum_of(t.tensors()))
+    assert sums[0] == sums[1]
+
+
+def test_cold_start_refuses_what_it_cannot_learn_from(tiny: str) -> None:
+    tokens, supervised = demonstrations(2)
+    for bad, message in (
+        ((tokens, supervised[:1]), "2 demonstrations but 1 masks"),
+        ((tokens, [m * 0 for m in supervised]), "no demonstration has a supervised token"),
+        (([x + 10_000 for x in tokens], supervised), "vocabulary"),
+        (([np.zeros(300, np.int32)], [np.ones(300, np.int32) * (np.arange(300) > 0)]), "context of 256"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            trainer(tiny).cold_start(*bad, steps=1, batch=1)
+
+
+# -- reinforcement ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [FULL, BF16, LORA])
+@pytest.mark.parametrize("config", [{}, {"passes": 2}, {"passes": 2, "minibatches": 2}])
+def test_training_makes_rewarded_tokens_likelier(tiny: str, make_trajectory: Make, kind: str, config: Any) -> None:
+    good, bad = make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 0.0)
+    t = trainer(tiny, kind, importance="none", lr=1e-2, **config)
+    before = [logprobs_of(t, x, 1.0).mean() for x in (good, bad)]
+    for _ in range(5):
+        metrics = t.train([good, bad])
+    after = [logprobs_of(t, x, 1.0).mean() for x in (good, bad)]
+    assert after[0] > before[0] and after[1] < before[1]
+    assert t.step == 5
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert metrics["kl"] > 0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_agree_with_an_engine_that_samples_at_that_temperature(
+    tiny: str, make_trajectory: Make, temperature: float
+) -> None:
+    t = trainer(tiny)
+    pair = [make_trajectory(i, 0, float(i)) for i in range(2)]
+    for x in pair:
+        x.sampling = {"temperature": temperature}
+        lp = logprobs_of(t, x, temperature)
+        for node in x.nodes:
+            node.logprobs, lp = lp[: len(node.logprobs)], lp[len(node.logprobs) :]
+    metrics = t.train(pair)
+    assert metrics["lp_gap_max"] < 1e-5
+
+
+def test_metrics_say_what_was_in_the_batch(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny)
+    t.step = 3
+    metrics = t.train(batch)
+    rewards = np.array([x.reward for x in batch])
+    assert metrics["reward_mean"] == pytest.approx(rewards.mean())
+    assert metrics["reward_std"] == pytest.approx(rewards.std(ddof=1))
+    assert metrics["group_reward_std"] == pytest.approx(rewards.reshape(3, 4).std(axis=1, ddof=1).mean())
+    assert metrics["equal_groups"] == pytest.approx(1 / 3)
+    assert metrics["success"] == pytest.approx((rewards > 0).mean())
+    assert metrics["turns"] == 2
+    assert metrics["policy_tokens"] == sum(x.policy_tokens for x in batch)
+    assert metrics["tokens"] == sum(len(s.tokens) for x in batch for s in x.samples())
+    assert metrics["staleness_mean"] == 3  # all tokens are of version 0
+    assert metrics["entropy"] == pytest.approx(math.log(270), rel=0.05)
+    assert metrics["lr"] == 3e-3
+
+
+def test_a_batch_without_anything_to_compare_changes_nothing(tiny: str, make_trajectory: Make, batch: Any) -> None:
+    t = trainer(tiny)
+    t.train(batch)  # so that there is momentum
+    before = checksum_of(t.tensors())
+    metrics = t.train([make_trajectory(i, 9, 1.0) for i in range(4)])
+    assert checksum_of(t.tensors()) == before
+    assert (metrics["equal_groups"], metrics["grad_norm"], t.step) == (1.0, 0.0, 2)
+    assert metrics["entropy"] > 0  # measured all the same
+
+
+def test_importance_weights_are_capped_and_applied_once(tiny: str, make_trajectory: Make) -> None:
+    """Engine logprobs far below the learner's: every weight is the cap, so the gradient is exactly twice the plain one."""
+    pair = [make_trajectory(i, 0, float(i)) for i in range(2)]
+    for x in pair:
+        for node in x.nodes:
+            node.logprobs = node.logprobs - 10
+    norms = [trainer(tiny, importance=i, tis_cap=2.0).train(pair)["grad_norm"] for i in ("none", "tis")]
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
+
+
+def test_warmup_raises_the_learning_rate(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, warmup_steps=2, lr=1e-3)
+    assert [t.train(batch)["lr"] for _ in range(3)] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+def test_broken_trajectories_are_refused_by_name_before_anything_changes(tiny: str, make_trajectory: Make) -> None:
+    def broken(**changes: Any) -> list[Trajectory]:
+        bad = make_trajectory(1, 0, 0.0)
+        for name, value in changes.items():
+            setattr(bad, name, value)
+        return [make_trajectory(0, 0, 1.0), bad]
+
+    short = make_trajectory(1, 0, 0.0)
+    short.nodes[2].logprobs = short.nodes[2].logprobs[:-1]
+    infinite = make_trajectory(1, 0, 0.0)
+    infinite.nodes[2].logprobs = np.full_like(infinite.nodes[2].logprobs, -np.inf)
+    t = trainer(tiny)
+    before = checksum_of(t.tensors())
+    for bad, message in (
+        ([], "empty batch"),
+        (broken(status="failed", stop="failed"), "'e0001' is failed"),
+        (broken(status="cancelled"), "'e0001' is cancelled"),
+        (broken(reward=math.nan), "'e0001' has reward nan"),
+        (broken(reward=math.inf), "'e0001' has reward inf"),
+        (broken(kind="eval"), "never trained on"),
+        (broken(id="e0000"), "is there twice"),
+        (broken(nodes=short.nodes), "logprobs"),
+        (broken(nodes=infinite.nodes), "not finite"),
+        (broken(sampling={"temperature": 0.0}), "temperature"),
+        (broken(sampling={"top_p": 0.9}), "top_p"),
+        ([x for x in broken(nodes=[]) if not x.nodes], "policy token"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            t.train(bad)
+    assert (checksum_of(t.tensors()), t.step) == (before, 0)
+
+
+def test_a_gradient_that_is_not_finite_is_refused(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny)
+    with torch.no_grad():
+        next(t.model.parameters())[:] = math.inf
+    with pytest.raises(Diverged):
+        t.train(batch)
+
+
+def test_a_users_advantage_may_differ_by_token(
+    make_trajectory: Make, batch: list[Trajectory], tmp_path: Path
+) -> None:
+    """One number per policy token, in node order, also where branches take the nodes in another order."""
+    file = tmp_path / "token_advantage.py"
+    file.write_text(
+        "import numpy as np\n"
+        "def f(group):\n"
+        "    return [np.concatenate([n.tokens[n.provenance == 1] for n in t.nodes]) for t in group.trajectories]\n"
+        "def short(group):\n    return [np.zeros(1) for t in group.trajectories]\n"
+        "def few(group):\n    return [0.0]\n"
+    )
+    from troupe.learner.advantages import find
+    from troupe.learner.batch import assemble
+
+    forked = make_trajectory(99, 1, 0.5, turns=4)
+    forked.nodes[5].parent, forked.nodes[7].parent = 2, 4  # branches 0-1-2-5-6 and 0-1-2-3-4-7-8, in this order
+    assert [path[-1] for path in forked.branches()] == [6, 8]
+    batch.append(forked)
+    made = assemble(batch, find(f"{file}:f"))
+    sampled = np.concatenate([s.tokens[s.at] for s in made.sequences])
+    np.testing.assert_array_equal(made.advantage, sampled.astype(np.float32))
+    for name in ("short", "few"):
+        with pytest.raises(BatchError, match="advantages"):
+            assemble(batch, find(f"{file}:{name}"))
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [FULL, BF16, LORA])
+def test_going_on_from_a_checkpoint_is_bit_identical(
+    tiny: str, batch: list[Trajectory], scratch: Path, kind: str
+) -> None:
+    whole = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5)
+    whole.cold_start(*demonstrations(), steps=2, batch=4)
+    for step in range(4):
+        if step == 2:
+            whole.save(scratch / "step-2")
+        last = whole.train(batch)
+
+    again = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5)
+    again.restore(scratch / "step-2")
+    assert again.step == 2
+    for _ in range(2):
+        metrics = again.train(batch)
+    assert checksum_of(again.tensors()) == checksum_of(whole.tensors())
+    del last["learn_s"], metrics["learn_s"]
+    assert metrics == last
+
+
+def test_a_checkpoint_loads_as_a_model_folder(tiny: str, batch: list[Trajectory], scratch: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from troupe.learner.model import tensors_of
+
+    t = trainer(tiny)
+    t.train(batch)
+    t.save(scratch / "c")
+    assert checksum_of(tensors_of(AutoModelForCausalLM.from_pretrained(scratch / "c/model"))) == checksum_of(t.tensors())
+    assert AutoTokenizer.from_pretrained(scratch / "c/model")("go down")["input_ids"]
+
+
+def test_a_checkpoint_with_lora_is_a_peft_adapter(tiny: str, batch: list[Trajectory], scratch: Path) -> None:
+    from peft import PeftModel
+
+    from troupe.learner.model import tensors_of
+
+    t = trainer(tiny, LORA)
+    t.train(batch)
+    t.save(scratch / "c")
+    loaded = PeftModel.from_pretrained(load(ModelConfig(path=tiny), seed=0), scratch / "c/model")
+    assert checksum_of(tensors_of(loaded)) == checksum_of(t.tensors())
+
+
+def test_a_checkpoint_is_complete_or_absent(
+    tiny: str, batch: list[Trajectory], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = trainer(tiny)
+    t.save(scratch / "c")
+    first = json.loads((scratch / "c/trainer.json").read_text())
+    t.train(batch)
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.save", full)
+        for name in ("c", "d"):
+            with pytest.raises(OSError, match="No space"):
+                t.save(scratch / name)
+    assert [p.name for p in scratch.iterdir()] == ["c"]
+    assert json.loads((scratch / "c/trainer.json").read_text()) == first
+    t.save(scratch / "c")
+    assert [p.name for p in scratch.iterdir()] == ["c"]
+    assert json.loads((scratch / "c/trainer.json").read_text())["step"] == 1
+
+
+def test_a_wrong_checkpoint_is_refused(tiny: str, batch: list[Trajectory], scratch: Path) -> None:
+    t = trainer(tiny)
+    t.save(scratch / "c")
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        trainer(tiny).restore(scratch / "none")
+    with pytest.raises(CheckpointError, match="seed"):
+        trainer(tiny, seed=1).restore(scratch / "c")
+    with pytest.raises(CheckpointError, match="without model.lora"):
+        trainer(tiny, LORA).restore(scratch / "c")
+    trainer(tiny, LORA).save(scratch / "l")
+    with pytest.raises(CheckpointError, match="LoRA adapter"):
+        trainer(tiny).restore(scratch / "l")
+    weights = scratch / "c/model/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        trainer(tiny).restore(scratch / "c")
