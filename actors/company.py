@@ -107,17 +107,21 @@ class Company:
         await self._tell_pools()
 
     async def publish(self, weights: Weights) -> None:
-        """Gives the weights to every generator, takes the proofs, then announces the version."""
+        """Gives the weights to every generator, takes the proofs, then announces the version. Waits for a replacement
+        if no generator is left that could prove it."""
         async with self._publishing:
             self._weights = weights
             await asyncio.gather(*(self._prove(name) for name in self.generators()))
-            self.version = weights.version
-            await self._route()
-            dispatcher = self._context.ref("dispatcher", Dispatcher)
-            await self.patiently("dispatcher.announce", lambda: dispatcher.announce(Announce(weights.version)))
-        self._ledger.note(
-            "announced", version=weights.version, checksum=weights.checksum, generators=sorted(self._proved)
-        )
+        deadline = self._context.clock.now() + RESTART_WINDOW_S
+        while not self._provers():
+            if self._context.clock.now() > deadline:
+                raise TimedOut(f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s")
+            await asyncio.sleep(0.1)
+        self.version = weights.version
+        await self._route()
+        dispatcher = self._context.ref("dispatcher", Dispatcher)
+        await self.patiently("dispatcher.announce", lambda: dispatcher.announce(Announce(weights.version)))
+        self._ledger.note("announced", version=weights.version, checksum=weights.checksum, generators=self._provers())
 
     async def scale(self, wanted: Scale) -> None:
         """Changes the number of environment pools or generators; returns when it is done."""
@@ -158,24 +162,29 @@ class Company:
             return
         self._proved[name] = held.version
 
+    def _provers(self) -> list[str]:
+        """Generators that have proved the current weights."""
+        wanted = self._weights.version if self._weights else -1
+        return sorted(n for n, version in self._proved.items() if version == wanted)
+
     async def _route(self) -> None:
-        """Tells every pool which generators hold proved weights."""
-        names = sorted(n for n, v in self._proved.items() if v == self.version)
+        """Tells every pool which generators take work."""
+        routes = Routes(self._provers())
         for pool in self.pools():
             try:
-                await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(Routes(names)))
+                await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
             except ActorLost:
                 continue  # its watcher replaces it
 
     async def _refresh_weights(self) -> None:
         """The blob of the current weights is gone if the learner that owned it died: then ask for it again."""
+        assert self._weights is not None
         try:
-            assert self._weights is not None
             await within(60.0, "weights", self._context.blobs.get(self._weights.tensors))
         except ActorLost:
             learner = self._context.ref("learner", Learner)
             weights = await self.patiently("learner.weights", lambda: learner.weights(GetWeights()))
-            if weights.version == self.version:
+            if weights.version == self._weights.version:
                 self._weights = weights
 
     # -- children ------------------------------------------------------------------------------------------------------
@@ -253,9 +262,7 @@ class Company:
                 deaths.append(self._context.clock.now())
                 self._proved.pop(name, None)
                 self._alive.discard(name)
-                self._ledger.say(
-                    f"{name} died ({reason}); starting a new one (death {len(deaths)} of at most {RESTARTS})"
-                )
+                self._ledger.say(f"{name} died ({reason}); starting a new one (death {len(deaths)} of at most {RESTARTS})")
                 self._ledger.died(name, reason)
                 await self._tell_pools()
                 if len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_WINDOW_S:
@@ -269,18 +276,15 @@ class Company:
             raise
         except Exception as error:
             if not self.broken.done():
-                self.broken.set_exception(
-                    error if isinstance(error, TroupeError) else TroupeError(f"{name}: {error!r}")
-                )
+                self.broken.set_exception(error if isinstance(error, TroupeError) else TroupeError(f"{name}: {error!r}"))
 
     async def _welcome(self, name: str) -> None:
         """What a new child must know before it can work."""
         if name.startswith("generator-") and self._weights is not None:
             async with self._publishing:
-                if self._weights.version > 0 or self.version >= 0:
-                    await self._refresh_weights()
-                    await self._prove(name)
-                    await self._route()
+                await self._refresh_weights()
+                await self._prove(name)
+            await self._route()
         elif name.startswith("env-"):
             await self._tell_pools()
             await self._route()

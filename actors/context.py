@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable
+from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
 from troupe.protocol.errors import TimedOut
@@ -44,6 +45,8 @@ class Context(Protocol):
     clock: Clock
     blobs: Blobs
     rng: random.Random
+    executor: Executor | None
+    """Where blocking calls run; None: on threads of their own."""
 
     def ref(self, name: str, cls: type[T]) -> T:
         """A reference to the actor called `name`; it need not exist yet."""

@@ -62,9 +62,7 @@ class Director:
         self._ledger = Ledger(folder, context.clock)
         rollout = config.rollout
         turns = config.env.max_turns or self._world.max_turns
-        self._limits = Limits(
-            turns, rollout.max_episode_tokens, rollout.generate_s, rollout.env_step_s, rollout.episode_s
-        )
+        self._limits = Limits(turns, rollout.max_episode_tokens, rollout.generate_s, rollout.env_step_s, rollout.episode_s)
         self._parts = parts
         self._company: Company | None = None
         self._learner = context.ref("learner", Learner)
@@ -186,9 +184,7 @@ class Director:
         if settings.steps:
             self._phase = "demonstrations"
             shown = await self._demonstrations(company.pools())
-            self._ledger.say(
-                f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful"
-            )
+            self._ledger.say(f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful")
         self._phase = "cold start"
         message = ColdStart(shown, settings.steps, settings.batch)
         work = asyncio.ensure_future(within(_STEP_S, "learner.cold_start", self._learner.cold_start(message)))
@@ -200,9 +196,7 @@ class Director:
             trained = await work
         finally:
             work.cancel()
-        self._ledger.note(
-            "cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics
-        )
+        self._ledger.note("cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics)
 
     async def _demonstrations(self, pools: list[str]) -> Demonstrations:
         settings, seed = self._config.cold_start, self._config.seed
@@ -223,7 +217,7 @@ class Director:
         return Demonstrations(
             tokens=[t for s in shown for t in s.tokens],
             supervised=[t for s in shown for t in s.supervised],
-            success=sum(s.success * len(s.tokens) for s in shown) / max(1, len(tasks)),
+            success=sum(s.success * len(s.tokens) for s in shown) / max(1, sum(len(s.tokens) for s in shown)),
         )
 
     async def _batch(self, step: int) -> Batch:

@@ -104,6 +104,7 @@ class Dispatcher:
         self._in_flight = 0
         self._completed = self._failed = self._retried = self._dropped = self._tokens = 0
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
+        self._evaluations = 0
         self._broken = ""
 
     async def start(self) -> None:
@@ -154,7 +155,10 @@ class Dispatcher:
 
     async def evaluate(self, message: Evaluate) -> Evaluated:
         """Runs the tasks and returns their scores."""
-        base = EVAL_GROUP + message.version * 1_000_000
+        # An evaluation that is asked for again (its asker died) runs anew, under numbers and names of its own.
+        serial = self._first_attempt + self._evaluations
+        self._evaluations += 1
+        base = EVAL_GROUP + serial * 1_000_000
         groups = [
             _Group(
                 number=base + index,
@@ -164,7 +168,7 @@ class Dispatcher:
                 sampling=message.sampling,
                 limits=message.limits,
                 seeds=[_mix(message.seed, index, trial) for trial in range(message.trials)],
-                prefix=f"{message.name}-{index:05d}",
+                prefix=f"{message.name}.{serial}-{index:05d}",
             )
             for index, task in enumerate(message.tasks)
         ]
@@ -266,9 +270,7 @@ class Dispatcher:
             await asyncio.gather(*(self._run_member(group, member, round_) for member in wanted))
             completed = sum(d.status == "completed" for d in group.done.values())
             whole = completed == len(group.tasks)
-            trains = group.kind == "train" and (
-                whole or (self._settings.on_failure == "drop-episode" and completed >= 2)
-            )
+            trains = group.kind == "train" and (whole or (self._settings.on_failure == "drop-episode" and completed >= 2))
             commit = CommitGroup(
                 group=group.number,
                 kind=group.kind,

@@ -13,7 +13,6 @@ import asyncio
 import math
 import os
 import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from troupe.actors.router import Router
 from troupe.actors.store import Store
 from troupe.envs import registry
 from troupe.envs.drive import Driver
-from troupe.protocol.errors import ActorLost, EpisodeError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, EnvironmentFailed, EpisodeError, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import (
     Ack,
     CancelEpisode,
@@ -65,7 +64,6 @@ class EnvPool:
         self._router = Router(context, generate_s)
         self._store = context.ref("store", Store)
         self._loop: Loop = text_loop
-        self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="world")
         self._running: dict[tuple[str, int], asyncio.Task[Any]] = {}
         self._slots = slots
 
@@ -100,6 +98,7 @@ class EnvPool:
         rng = random.Random(message.seed)
         shown = Demonstrations([], [], 0.0)
         wins = 0
+        broken: TroupeError | None = None
         for number, task in enumerate(message.tasks):
             if number % 16 == 0:
                 await asyncio.sleep(0)
@@ -117,7 +116,7 @@ class EnvPool:
                 observation = await driver.reset(task)
                 for _ in range(message.max_turns):
                     add(self._renderer.message("user", observation)[0], False)
-                    said = driver.world.play(rng, message.noise)
+                    said = driver.play(rng, message.noise)
                     if said is None:
                         raise EpisodeError(
                             f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()"
@@ -132,11 +131,16 @@ class EnvPool:
                         break
                     add(self._renderer.closing(tokens), False)
                     observation = result.text
+            except (EnvironmentFailed, TimedOut) as error:
+                broken = error  # a demonstration that broke is left out; the others still teach
+                continue
             finally:
                 await driver.close()
             shown.tokens.append(np.asarray(ids, np.int32))
             shown.supervised.append(np.asarray(supervised, np.int32))
-        shown.success = wins / max(1, len(message.tasks))
+        if broken is not None and not shown.tokens:
+            raise broken
+        shown.success = wins / max(1, len(shown.tokens))
         return shown
 
     async def health(self, message: Ping) -> Health:
@@ -222,7 +226,7 @@ class EnvPool:
         )
 
     def _driver(self, seconds: float) -> Driver:
-        return Driver(registry.make(self._world, self._options), executor=self._threads, timeout_s=seconds)
+        return Driver(registry.make(self._world, self._options), executor=self._context.executor, timeout_s=seconds)
 
     async def _deposit(self, trajectory: Trajectory) -> Receipt:
         reason = ""

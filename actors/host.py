@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import ray
 import ray.actor
 import ray.exceptions
 
+from troupe.actors.context import Blobs, Clock
 from troupe.protocol import codec
-from troupe.protocol.errors import ActorLost, PackedError, RemoteError, TroupeError, pack, unpack
+from troupe.protocol.errors import ActorLost, NotReady, PackedError, RemoteError, TroupeError, pack, unpack
 from troupe.protocol.messages import Ack, Blob
 
 T = TypeVar("T")
@@ -119,8 +121,9 @@ class RayContext:
     def __init__(self, name: str, namespace: str, lease: Any, seed: int) -> None:
         self.name = name
         self.namespace = namespace
-        self.clock = WallClock()
-        self.blobs = RayBlobs()
+        self.clock: Clock = WallClock()
+        self.blobs: Blobs = RayBlobs()
+        self.executor: Executor | None = None
         self.rng = random.Random(f"{seed}/{name}")
         self._lease = lease
         self._seed = seed
@@ -129,7 +132,8 @@ class RayContext:
     @classmethod
     def launch(cls, namespace: str, seed: int) -> RayContext:
         """The context of the process that owns the run. Ray must be initialised."""
-        lease = ray.remote(num_cpus=0)(_Lease).options(namespace=namespace).remote()
+        remote: Any = ray.remote(_Lease)
+        lease = remote.options(num_cpus=0, namespace=namespace).remote()
         ray.get(lease.granted.remote(), timeout=120)
         return cls("launcher", namespace, lease, seed)
 
@@ -193,12 +197,10 @@ class _Lease:
 class _Hosted:
     """The mailbox around one plain actor."""
 
-    def __init__(
-        self, name: str, namespace: str, lease: Any, seed: int, cls: type[Any], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, name: str, namespace: str, lease: Any, seed: int, cls: type[Any], kwargs: dict[str, Any]) -> None:
         self._name, self._lease = name, lease
         self._context = RayContext(name, namespace, lease, seed)
-        self._make = lambda: cls(self._context, **kwargs)
+        self._cls, self._kwargs = cls, kwargs
         self._actor: Any = None
 
     @ray.method(concurrency_group="control")
@@ -212,7 +214,7 @@ class _Hosted:
     async def begin(self) -> PackedError | None:
         threading.Thread(target=self._end_with_lease, daemon=True, name="lease").start()
         try:
-            self._actor = self._make()
+            self._actor = self._cls(self._context, **self._kwargs)
             if hasattr(self._actor, "start"):
                 await self._actor.start()
         except Exception as error:
@@ -228,7 +230,9 @@ class _Hosted:
     async def call(self, method: str, data: bytes, blobs: list[Any]) -> tuple[bytes, list[Any]]:
         try:
             message = codec.decode(data, blobs)
-            function = getattr(self._actor, method)
+            if self._actor is None:
+                raise NotReady(f"{self._name} is still starting")
+            function: Any = getattr(self._actor, method)
             reply = await (function() if isinstance(message, Ack) else function(message))
             return codec.encode(reply if reply is not None else Ack())
         except Exception as error:

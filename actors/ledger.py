@@ -122,9 +122,7 @@ class Ledger:
             "groups_dropped": counts.dropped_groups if counts else 0,
             "restarts": self._restarts,
             "eval": {name: _score(scores, at) for name, at in (("first", 0), ("last", -1))},
-            "reward": {
-                name: rows[at].get("reward_mean") if rows else None for name, at in (("first", 0), ("last", -1))
-            },
+            "reward": {name: rows[at].get("reward_mean") if rows else None for name, at in (("first", 0), ("last", -1))},
             "weights": weights,
             **more,
         }

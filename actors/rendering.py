@@ -38,9 +38,7 @@ class ChatML:
         self._tokenizer.encode_special_tokens = True
         start, end = (self._tokenizer.token_to_id(t) for t in ("<|im_start|>", "<|im_end|>"))
         if start is None or end is None:
-            raise ConfigError(
-                f"the tokenizer in '{folder}' has no <|im_start|> and <|im_end|>: it is not a ChatML model"
-            )
+            raise ConfigError(f"the tokenizer in '{folder}' has no <|im_start|> and <|im_end|>: it is not a ChatML model")
         self._start, self._end = start, end
         self._newline = self.encode("\n")
         ids = {tag: self._tokenizer.token_to_id(tag) for tag in (THINK, END_THINK)}
@@ -79,9 +77,7 @@ class ChatML:
         ids: list[int] = []
         rest = text
         while rest:
-            at, tag = min(
-                ((rest.find(t), t) for t, i in self._think.items() if i is not None and t in rest), default=(-1, "")
-            )
+            at, tag = min(((rest.find(t), t) for t, i in self._think.items() if i is not None and t in rest), default=(-1, ""))
             if at < 0:
                 ids += self.encode(rest)
                 break

@@ -59,9 +59,7 @@ class Router:
             except (NotReady, Overloaded) as error:
                 reason = str(error)
                 if self._context.clock.now() >= deadline:
-                    raise TimedOut(
-                        f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}"
-                    ) from error
+                    raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}") from error
                 await self._wait(0.2)
             finally:
                 self._load[name] -= 1
@@ -71,9 +69,7 @@ class Router:
         name = self._home.pop(session, None)
         if name in self._names:
             try:
-                await within(
-                    10.0, f"{name}.end_session", self._context.ref(name, Generator).end_session(EndSession(session))
-                )
+                await within(10.0, f"{name}.end_session", self._context.ref(name, Generator).end_session(EndSession(session)))
             except (ActorLost, TimedOut):
                 return
 

@@ -3,8 +3,8 @@
 Promises:
 - a group is durable exactly when its manifest line is complete; `commit` answers after that, never before. At start-up
   whatever lies behind the last complete line is discarded: a crash at any instant leaves whole groups only;
-- of several writes of one episode the first accepted one wins; later ones, and those of fenced attempts, are refused
-  with a reason. What is committed never changes; to commit a committed group again is accepted and does nothing;
+- of several writes of one episode the first accepted one wins; those of other attempts, and of fenced ones, are refused
+  with a reason. A writer that did not hear its receipt may ask again. What is committed never changes; to commit a committed group again is accepted and does nothing;
 - `batch` is deterministic: the first `groups` training groups of a step in the order of the manifest, completed
   trajectories only, ordered by id. Evaluations never train;
 - deposits wait in memory for their commit, at most `max_deposits` of them (then `Overloaded`), and die with the
@@ -163,6 +163,8 @@ class Store:
         if attempt < living:
             return Receipt(False, f"attempt {attempt} of episode {episode} is dead: those below {living} are fenced")
         if first := self._deposits.get(episode):
+            if first.attempt == attempt:
+                return Receipt(True, "deposited before")  # the sender did not hear the first receipt
             return Receipt(False, f"episode {episode} is already deposited, by attempt {first.attempt}")
         if len(self._deposits) >= self._max_deposits:
             raise Overloaded(f"the store holds {self._max_deposits} trajectories whose groups are not committed yet")

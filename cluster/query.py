@@ -46,9 +46,8 @@ def query(sql: str, trajectories: pa.Table) -> pa.Table:
     Raises QueryError.
     """
     tables = tables_of(trajectories)
-    with duckdb.connect(
-        ":memory:", config={"enable_external_access": "false", "python_enable_replacements": "false"}
-    ) as connection:
+    # Without external access DuckDB looks neither for files nor for Python variables.
+    with duckdb.connect(":memory:", config={"enable_external_access": "false"}) as connection:
         for name, table in tables.items():
             connection.register(name, table)
         connection.execute("SET lock_configuration = true")
@@ -100,9 +99,7 @@ def rendered(table: pa.Table, format: str = "table", width: int = 160) -> bytes:
             writer.write_table(table)
         return bytes(sink.getvalue())
     if format == "json":
-        lines = (
-            json.dumps(dict(zip(table.column_names, row, strict=True)), ensure_ascii=False) for row in _rows(table)
-        )
+        lines = (json.dumps(dict(zip(table.column_names, row, strict=True)), ensure_ascii=False) for row in _rows(table))
         return ("[" + ",\n ".join(lines) + "]\n").encode()
     if format == "csv":
         text = io.StringIO()
@@ -112,9 +109,7 @@ def rendered(table: pa.Table, format: str = "table", width: int = 160) -> bytes:
         return text.getvalue().encode()
     if format == "table":
         return _for_people(table, width).encode()
-    raise ConfigError(
-        f"unknown format '{format}', known: {', '.join(get_args(Format))}." + nearest(format, get_args(Format))
-    )
+    raise ConfigError(f"unknown format '{format}', known: {', '.join(get_args(Format))}." + nearest(format, get_args(Format)))
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from troupe.serve.keeper import Keeper
 
 _LOOK_S = 0.5
 _LOAD_S = 600.0
+_SAME_SIGNAL_S = 1.0
+"""Wrappers pass Ctrl-C on to a process that the terminal has told already: two signals so close together are one."""
 
 
 def serve(
@@ -114,23 +117,24 @@ def read_weights(folder: str, model: ModelConfig, seed: int) -> tuple[str, dict[
 
 @contextlib.contextmanager
 def _stopped_by_signal() -> Iterator[None]:
-    """The block ends quietly at SIGINT or SIGTERM. While it ends, a further signal ends the process at once."""
+    """The block ends quietly at SIGINT or SIGTERM. A second one, meant as such, ends the process at once."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = 0.0
 
     def stop(number: int, frame: Any) -> None:
-        for each in before:
-            signal.signal(each, lambda *_: os._exit(130))
-        raise KeyboardInterrupt
+        nonlocal first
+        if not first:
+            first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - first > _SAME_SIGNAL_S:
+            os._exit(130)
 
-    def listen() -> None:
-        for number in before:
-            signal.signal(number, stop)
-
-    listen()
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     except KeyboardInterrupt:
-        pass
+        return
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

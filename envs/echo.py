@@ -23,9 +23,7 @@ class Echo(TextWorld):
     name: ClassVar[str] = "echo"
     max_turns: ClassVar[int] = 1_000
 
-    def __init__(
-        self, turns: int = 1, sleep: float = 0.0, fail: float = 0.0, flaky: float = 0.0, hang: bool = False
-    ) -> None:
+    def __init__(self, turns: int = 1, sleep: float = 0.0, fail: float = 0.0, flaky: float = 0.0, hang: bool = False) -> None:
         if not 1 <= turns <= self.max_turns:
             raise ValueError(f"turns is {turns}; it is 1 to {self.max_turns}")
         self.turns, self.sleep, self.fail, self.flaky, self.hang = turns, sleep, fail, flaky, hang

@@ -7,9 +7,10 @@ Promises:
 - every cell, and every word but the first of a message, has one leading space: a byte-level BPE tokenizer trained on
   `corpus` reads one token a cell, and a move is the same token in the thought and in the act.
 
-An observation is a status word and, unless the episode is over, the grid (P player, G goal, O hole, . ice):
+An observation is a status word and, unless the episode is over, row and column of player and goal, and the grid
+(P player, G goal, O hole, . ice):
 
-    moved
+    moved me11 goal23
      . . O .
      . P . .
      O . . G
@@ -30,7 +31,7 @@ from troupe.protocol.errors import TaskFailed
 Cell = tuple[int, int]
 
 MOVES: dict[str, Cell] = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-THINK = ("none", "where", "safe", "toward")
+THINK = ("none", "safe", "toward")
 PLAYERS = ("greedy", "careful", "shortest")
 _SLIPS = {"left": ("up", "down"), "right": ("up", "down"), "up": ("left", "right"), "down": ("left", "right")}
 _WORD = re.compile(r"[A-Za-z]+")
@@ -43,8 +44,8 @@ class FrozenLake(TextWorld):
     size: cells a side, 3 to 10.
     slippery: a move goes as meant one time in three, else to either side of it (as in Gymnasium).
     holes: chance of a cell other than start and goal to be a hole.
-    think: what the scripted player says before it acts, each level adding to the one before: "none"; "where" (row and
-    column of player and goal); "safe" (moves that stay out of holes and on the map); "toward" (moves that come nearer).
+    think: what the scripted player says before it acts, each level adding to the one before: "none"; "safe" (moves that
+    stay out of holes and on the map); "toward" (moves that come nearer).
     player: "greedy" (towards the goal, blind to holes), "careful" (towards the goal if that is safe, else any safe
     move), "shortest" (along a shortest path).
     """
@@ -58,7 +59,7 @@ class FrozenLake(TextWorld):
         size: int = 4,
         slippery: bool = False,
         holes: float = 0.22,
-        think: str = "safe",
+        think: str = "toward",
         player: str = "careful",
     ) -> None:
         if not 3 <= size <= 10:
@@ -83,7 +84,7 @@ class FrozenLake(TextWorld):
             self.holes = frozenset(
                 cell for cell in cells if self.rng.random() < self.hole_chance and cell not in (self.at, self.goal)
             )
-            if 2 <= self.distances().get(self.at, 0) <= self.max_turns:
+            if belongs(self.lake, task.split) and 2 <= self.distances().get(self.at, 0) <= self.max_turns:
                 return self._observation("start")
         raise TaskFailed(f"no solvable lake of size {self.size} with holes {self.hole_chance} in {_DRAWS} draws")
 
@@ -131,7 +132,8 @@ class FrozenLake(TextWorld):
 
     def _observation(self, status: str) -> str:
         rows = ("".join(f" {symbol}" for symbol in row) for row in self.state_key().split("/"))
-        return "\n".join((status, *rows))
+        where = f"{status} me{self.at[0]}{self.at[1]} goal{self.goal[0]}{self.goal[1]}"
+        return "\n".join((where, *rows))
 
     # -- its scripted player -----------------------------------------------------------------------------------------
 
@@ -142,10 +144,8 @@ class FrozenLake(TextWorld):
         level = THINK.index(self.think)
         thought = []
         if level >= 1:
-            thought += ["me", *map(str, self.at), "goal", *map(str, self.goal)]
-        if level >= 2:
             thought += ["safe", *safe]
-        if level >= 3:
+        if level >= 2:
             thought += ["toward", *toward]
         return f"<think>{' '.join(thought)}</think> {move}"
 

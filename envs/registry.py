@@ -54,13 +54,11 @@ def find(name: str) -> type[TextWorld]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except AttributeError:
-        raise ConfigError(
-            f"environment '{name}': {place} has no '{attribute}'{_suggest(place, module, attribute)}"
-        ) from None
+        raise ConfigError(f"environment '{name}': {place} has no '{attribute}'{_suggest(place, module, attribute)}") from None
     if not inspect.isclass(found):
         raise ConfigError(f"environment '{name}' is a {type(found).__name__}, not a class{_suggest(place, module)}")
     if not issubclass(found, TextWorld):
-        raise ConfigError(f"environment '{name}' is not a world: derive it from troupe.envs.base.TextWorld")
+        raise ConfigError(f"environment '{name}' is not a world: derive it from troupe.envs.TextWorld")
     missing = [method for method in ("reset", "step") if getattr(found, method) is getattr(TextWorld, method)]
     if missing:
         raise ConfigError(f"environment '{name}' is not a whole world: define {' and '.join(missing)}")

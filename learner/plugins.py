@@ -26,8 +26,8 @@ class Registry(Generic[Function]):
         """Registers `function`. A name is taken only once: the second function of a name raises ConfigError."""
         previous = self._known.setdefault(name, function)
         # the same file loaded again (a resumed run in one process) is not another function
-        if previous is not function and previous.__qualname__ != function.__qualname__:
-            owner = f"{previous.__module__}.{previous.__qualname__}"
+        owner = f"{previous.__module__}.{previous.__qualname__}"
+        if owner != f"{function.__module__}.{function.__qualname__}":
             raise ConfigError(f"{self.kind} '{name}' is registered already, by {owner}: give yours another name")
         self._known[name] = function
         return function

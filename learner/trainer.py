@@ -189,8 +189,8 @@ class Trainer:
             loss = (value.sum() - config.entropy_coef * spread.sum()) / count
             loss.backward()  # type: ignore[no-untyped-call]
             run.add(loss, count, figures)
-        # where no sequence has anything to teach there is no step: momentum alone must not move the weights
-        run.finish(self._optimiser.step(lr) if active else 0.0, count)
+        # where no sequence has anything to teach there is no gradient, and AdamW leaves the weights as they are
+        run.finish(self._optimiser.step(lr), count)
 
     @torch.no_grad()
     def _measure(self, sequences: list[Trainable], run: _Step) -> None:

@@ -150,9 +150,7 @@ def check(schema: pa.Schema) -> None:
         raise StoreError("not a table of trajectories: its schema has no 'troupe.trajectories' version")
     if version != str(VERSION).encode():
         found = version.decode(errors="replace")
-        raise StoreError(
-            f"trajectories of schema version {found}, this side reads {VERSION}: use the one that wrote them"
-        )
+        raise StoreError(f"trajectories of schema version {found}, this side reads {VERSION}: use the one that wrote them")
     for field in SCHEMA:
         if schema.get_field_index(field.name) < 0 or not schema.field(field.name).type.equals(field.type):
             raise StoreError(f"trajectories without the column '{field.name}: {field.type}'; the table was altered")

@@ -18,5 +18,5 @@ def checksum_of(tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
     for name in sorted(tensors):
         array = np.ascontiguousarray(tensors[name])
         digest.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
-        digest.update(memoryview(array).cast("B") if array.size else b"")
+        digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

@@ -44,9 +44,9 @@ def _adapter(name: str) -> pydantic.TypeAdapter[Any]:
     return pydantic.TypeAdapter(TYPES[name])
 
 
-@functools.cache
 def _field_names(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(cls))
+    names: tuple[str, ...] = tuple(cls.__dataclass_fields__)
+    return names
 
 
 def encode(message: Any) -> tuple[bytes, list[Any]]:

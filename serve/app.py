@@ -83,7 +83,8 @@ def opened(folder: Path, namespace: str, host: str, port: int, *, training: bool
         _await_answer(url.replace("//0.0.0.0:", "//127.0.0.1:"))
         yield url
     finally:
-        serve.shutdown()
+        if not _ray_ends_with_us():
+            serve.shutdown()
 
 
 def _deployment(folder: str, namespace: str, training: bool, lease: Any, quiet: dict[str, Any]) -> Any:
@@ -122,6 +123,14 @@ def _lease() -> Any:
             await asyncio.Event().wait()
 
     return ray.remote(Lease).options(num_cpus=0).remote()
+
+
+def _ray_ends_with_us() -> bool:
+    """Did this process start Ray? Then Serve goes with it, at once, and need not be closed piece by piece."""
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)
+    return node is not None and bool(node.is_head())
 
 
 def _close_with(lease: Any) -> None:

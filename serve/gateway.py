@@ -17,7 +17,6 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,8 @@ from troupe.actors.router import Router
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import Generate, GetStatus, Routes, RunStatus, Sampling, Saved
 from troupe.serve import checkpoints
-from troupe.serve.keeper import Keeper
 from troupe.serve.chat import ChatRequest, WeightsRequest, render
+from troupe.serve.keeper import Keeper
 
 MAX_ANSWERS = 1024
 """Answers in flight."""
@@ -175,7 +174,7 @@ class Gateway:
     ) -> None:
         """One choice, slice by slice."""
         session = f"chat-{secrets.token_hex(8)}"
-        speech = _Speech(renderer, request.stops, bool(request.logprobs))
+        speech = Speech(renderer, request.stops, bool(request.logprobs))
         ids, left, size, version = list(prompt), request.limit, _FIRST_SLICE, self._held.version
         finish: str | None = None
         try:
@@ -259,7 +258,7 @@ class Gateway:
         return self._renderer
 
 
-class _Speech:
+class Speech:
     """Ids of one choice as they come, and the text that is certain by now."""
 
     def __init__(self, renderer: ChatML, stops: list[str], with_logprobs: bool) -> None:

@@ -165,7 +165,7 @@ class KVCache:
         running = [row for row in self._rows if row is not None and row.running]
         # Single tokens are computed over the whole stretch of rows from the lowest to the highest, so that keys need
         # not be copied together. When most of that stretch is not running it is cheaper to move the rows, once.
-        if running and running[-1].at + 1 - running[0].at > 10**9:
+        if running and running[-1].at + 1 - running[0].at > 2 * len(running) + _MIN_ROWS:
             self._compact(running)
         by_length = sorted((row for row, n in parts if n == 1), key=lambda row: row.fed)
         batched = _worth_padding(np.array([row.fed + 1 for row in by_length]))

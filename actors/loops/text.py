@@ -16,9 +16,7 @@ from troupe.protocol.messages import Limits
 from troupe.protocol.trajectory import Step, StopReason
 
 
-async def text(
-    driver: Driver, world: type[TextWorld], task: Task, agent: Agent, limits: Limits, outcome: Outcome
-) -> None:
+async def text(driver: Driver, world: type[TextWorld], task: Task, agent: Agent, limits: Limits, outcome: Outcome) -> None:
     """Plays one episode of `task`. The observation of turn i belongs to step i, as does the action that answers it."""
     clock = asyncio.get_running_loop().time
     if world.system:
@@ -30,11 +28,11 @@ async def text(
             stop = "max_tokens"
             break
         # Told only when the agent will act on it: what nobody was fed is no part of the trajectory.
-        agent.observe("user", observation, step=turn)
         step = Step(state_key=driver.state_key())
+        outcome.steps.append(step)
+        agent.observe("user", observation, step=turn)
         reply = await agent.act(turn)
         step.action, step.generate_s = reply.text, reply.seconds
-        outcome.steps.append(step)
         began = clock()
         try:
             result = await driver.step(reply.text)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -360,7 +361,7 @@ def test_a_disk_that_fails_stops_the_store_and_loses_no_committed_group(
             patch.setattr(module.os, "fsync", full)
             waiting = asyncio.create_task(store.batch(GetBatch(1, 2)))
             await deposit(store, "b")
-            with pytest.raises(StoreError, match="cannot write to .*No space left"):
+            with pytest.raises(StoreError, match=r"cannot write to .*No space left"):
                 await store.commit(group(2, "b"))
             with pytest.raises(StoreError, match="No space left"):
                 await waiting
@@ -440,7 +441,7 @@ def test_a_crash_at_any_byte_of_a_commit_leaves_whole_groups_only(
     on_store(live, work, segment_bytes=segment_bytes)
 
     crashes = []
-    for durable, (before, after) in enumerate(zip(stages, stages[1:], strict=False)):
+    for durable, (before, after) in enumerate(pairwise(stages)):
         segment = next(name for name in sorted(after, reverse=True) if name.endswith(".arrow"))
         for length in _cuts(before.get(segment, 0), after[segment]):
             crashes.append((durable, before | {segment: length}))

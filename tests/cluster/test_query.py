@@ -124,7 +124,6 @@ def test_a_run_that_has_no_trajectories_yet_answers_with_none(tmp_path: Path) ->
         ("SELEC 1", 'syntax error at or near "SELEC"'),
         ("SELECT * FROM trajectory", "name trajectory does not exist! Tables: trajectories, steps, nodes."),
         ("SELECT id::INT FROM trajectories", "Could not convert string"),
-        ("CREATE TABLE x (a INT)", "ask with SELECT"),
         ("", "ask with SELECT"),
     ],
 )
@@ -179,10 +178,10 @@ def test_what_is_long_is_cut_for_people_only(run: Path) -> None:
 
 def test_what_cannot_be_rendered_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.table({"a": [1]})
-    with pytest.raises(ConfigError, match="unknown format 'jsn'.*Did you mean 'json'"):
+    with pytest.raises(ConfigError, match=r"unknown format 'jsn'.*Did you mean 'json'"):
         render(table, "jsn", str(tmp_path / "x"))
     assert not (tmp_path / "x").exists()
-    with pytest.raises(ConfigError, match="cannot write .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot write .*No such file"):
         render(table, "json", str(tmp_path / "no" / "x"))
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
     with pytest.raises(ConfigError, match="Arrow is binary"):
@@ -206,7 +205,7 @@ def test_a_run_reads_its_config_metrics_and_summary(run: Path) -> None:
     opened = Run(run)
     assert opened.config() == {"steps": 2, "env": {"name": "guess"}}
     assert opened.metrics() == [{"step": 1, "success": 0.5}]  # the second line is still being written
-    with pytest.raises(ConfigError, match="no summary.json"):
+    with pytest.raises(ConfigError, match=r"no summary.json"):
         opened.summary()
     (run / "summary.json").write_text('{"steps": 2}')
     assert opened.summary() == {"steps": 2}
@@ -216,7 +215,7 @@ def test_a_folder_that_is_no_run_is_refused_with_a_fix(run: Path, tmp_path: Path
     runs = tmp_path / "runs"
     (runs / "frozen_lake-1").mkdir(parents=True)
     (runs / "frozen_lake-1" / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="no run folder '.*lake-2'. Did you mean 'frozen_lake-1'"):
+    with pytest.raises(ConfigError, match=r"no run folder '.*lake-2'. Did you mean 'frozen_lake-1'"):
         Run(runs / "frozen_lake-2")
     with pytest.raises(ConfigError, match=r"no config.toml. Did you mean '.*frozen_lake-1'"):
         Run(runs)

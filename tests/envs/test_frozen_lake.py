@@ -164,9 +164,7 @@ def test_noise_and_naivety_cost_the_player_success():
     assert all(scores[player, 0.0] > scores[player, 0.6] + 0.1 for player in PLAYERS)
 
 
-@pytest.mark.parametrize(
-    "options", [{"size": 2}, {"size": 11}, {"holes": -0.1}, {"think": "deep"}, {"player": "nobody"}]
-)
+@pytest.mark.parametrize("options", [{"size": 2}, {"size": 11}, {"holes": -0.1}, {"think": "deep"}, {"player": "nobody"}])
 def test_options_out_of_range_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         FrozenLake(**options)

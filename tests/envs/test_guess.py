@@ -54,10 +54,7 @@ def test_partial_credit_grows_with_how_near_the_best_guess_came():
 def test_the_feedback_points_to_the_secret_and_the_hint_names_what_is_left():
     world = opened()
     world.secret = 13
-    assert (
-        world.step("I say 10, not 11").text
-        == "The secret number is higher than 10. It is between 11 and 20. Your guess?"
-    )
+    assert world.step("I say 10, not 11").text == "The secret number is higher than 10. It is between 11 and 20. Your guess?"
     assert world.step("15").text == "The secret number is lower than 15. It is between 11 and 14. Your guess?"
     assert "between" not in opened(hint=False).step("1" if opened(hint=False).secret > 1 else "2").text
 

@@ -11,7 +11,7 @@ from troupe.protocol.errors import ConfigError
 
 WORLD = """
 import dataclasses
-from troupe.envs.base import TextWorld, Turn
+from troupe.envs import TextWorld, Turn
 
 class {name}(TextWorld):
     def reset(self, task):
@@ -65,9 +65,7 @@ def test_an_entry_point_is_found_and_cannot_hide_a_built_in_world(tmp_path, monk
     info = tmp_path / "others-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[troupe.envs]\nlake = troupe.envs.frozen_lake:FrozenLake\nguess = nowhere:Guess\n"
-    )
+    (info / "entry_points.txt").write_text("[troupe.envs]\nlake = troupe.envs.frozen_lake:FrozenLake\nguess = nowhere:Guess\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert registry.find("lake") is FrozenLake and "lake" in registry.names()
     assert registry.find("guess").__module__ == "troupe.envs.guess"

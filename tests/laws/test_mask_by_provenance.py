@@ -17,9 +17,15 @@ from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Node, Task
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    folder = tmp_path_factory.mktemp("tiny")
-    return ModelConfig(path=str(make_tiny(folder, ["a b"], hidden=16, layers=2, heads=2, mlp=24)))
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    folder = make_tiny(tmp_path_factory.mktemp("tiny"), ["a b"], hidden=16, layers=2, heads=2, mlp=24)
+    return Trainer(LearnerConfig(importance="none", device="cpu"), ModelConfig(path=str(folder)), seed=0)
+
+
+@pytest.fixture(scope="module")
+def plain(trainer: Trainer) -> torch.nn.Module:
+    """The same weights behind the library's own attention."""
+    return load(trainer.model_config, seed=trainer.seed)
 
 
 def trajectory(index: int, reward: float, provenance: list[list[int]]) -> Trajectory:
@@ -43,25 +49,25 @@ def trajectory(index: int, reward: float, provenance: list[list[int]]) -> Trajec
     return Trajectory(f"e{index}", 0, 0, index, "train", 1, task, "completed", "terminated", nodes, reward=reward)
 
 
-def gradient(model: ModelConfig, trajectories: list[Trajectory]) -> torch.Tensor:
-    """The gradient that reaches the optimiser in a training step."""
-    trainer = Trainer(LearnerConfig(importance="none", device="cpu"), model, seed=0)
+def gradient(trainer: Trainer, trajectories: list[Trajectory]) -> torch.Tensor:
+    """The gradient that reaches the optimiser in a training step; it is taken away there, so the weights stay."""
     seen: list[torch.Tensor] = []
-    step = Optimiser.step
 
-    def watched(self: Optimiser, lr: float) -> float:
+    def taken(_: Optimiser, lr: float) -> float:
         seen.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
-        return step(self, lr)
+        trainer.model.zero_grad()
+        return 0.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimiser, "step", watched)
+        patch.setattr(Optimiser, "step", taken)
         trainer.train(trajectories)
-    return seen[0]
+    (only,) = seen
+    return only
 
 
-def by_hand(config: ModelConfig, trajectories: list[Trajectory], advantages: list[float]) -> torch.Tensor:
+def by_hand(model: torch.nn.Module, trajectories: list[Trajectory], advantages: list[float]) -> torch.Tensor:
     """−Σ A·∇logprob / count over policy tokens and nothing else, one token at a time (the ratio is 1 before the step)."""
-    model = load(config, seed=0)
+    model.zero_grad()
     total, count = torch.zeros(()), 0
     for t, advantage in zip(trajectories, advantages, strict=True):
         ids = torch.from_numpy(np.concatenate([n.tokens for n in t.nodes])).long()
@@ -82,15 +88,15 @@ chain = st.lists(row, min_size=1, max_size=4)
 @settings(max_examples=25, deadline=None)
 @given(one=chain, other=chain)
 def test_the_gradient_is_the_sum_over_policy_tokens_and_nothing_else(
-    model: ModelConfig, one: list[list[int]], other: list[list[int]]
+    trainer: Trainer, plain: torch.nn.Module, one: list[list[int]], other: list[list[int]]
 ) -> None:
     pair = [trajectory(0, 1.0, [[ENVIRONMENT, POLICY], *one]), trajectory(1, 0.0, [[POLICY], *other])]
     advantage = 0.5 / (0.5**0.5 + 1e-6)  # GRPO of rewards [1, 0]
-    expected = by_hand(model, pair, [advantage, -advantage])
-    assert (gradient(model, pair) - expected).norm() <= 1e-5 * expected.norm()
+    expected = by_hand(plain, pair, [advantage, -advantage])
+    assert (gradient(trainer, pair) - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_an_observation_that_nothing_follows_has_no_influence_at_all(model: ModelConfig) -> None:
+def test_an_observation_that_nothing_follows_has_no_influence_at_all(trainer: Trainer) -> None:
     """As a target it is masked, and it is no one's context: any other token in its place gives the same gradient."""
 
     def pair(last: int) -> list[Trajectory]:
@@ -99,4 +105,4 @@ def test_an_observation_that_nothing_follows_has_no_influence_at_all(model: Mode
             t.nodes[-1].tokens[:] = last
         return made
 
-    assert torch.equal(gradient(model, pair(7)), gradient(model, pair(8)))
+    assert torch.equal(gradient(trainer, pair(7)), gradient(trainer, pair(8)))

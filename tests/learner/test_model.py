@@ -65,7 +65,7 @@ def test_tensors_of_another_model_are_refused_and_nothing_changes(tiny: str) -> 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, tiny: str) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         load(ModelConfig(path=str(tmp_path / "none")), seed=0)
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         load(ModelConfig(path=str(tmp_path)), seed=0)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ConfigError, match="cannot be loaded"):

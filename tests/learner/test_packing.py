@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from troupe.learner import packing
@@ -82,6 +82,7 @@ def test_chunked_logits_have_the_same_gradients(tiny: str, monkeypatch: pytest.M
     torch.testing.assert_close(gradient(), whole, rtol=1e-4, atol=1e-6)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 300), max_size=60), st.integers(1, 256))
 def test_rows_hold_each_sequence_once_and_no_more_than_fits(lengths: list[int], capacity: int) -> None:
     rows = pack(lengths, capacity)
@@ -90,6 +91,13 @@ def test_rows_hold_each_sequence_once_and_no_more_than_fits(lengths: list[int], 
         assert len(row) == 1 or sum(lengths[i] for i in row) <= capacity
     sums = sorted(sum(lengths[i] for i in row) for row in rows)
     assert len(sums) < 2 or sums[0] + sums[1] > capacity  # no two rows could have been one
+
+
+def test_positions_restart_with_each_sequence() -> None:
+    """Rotary embeddings would not notice, but the context's length and scaled embeddings would."""
+    (row,) = rows_of(sequences(), 1000, CPU)
+    expected = np.concatenate([np.arange(n) for n in row.lengths])
+    np.testing.assert_array_equal(row.positions[0].numpy(), expected)
 
 
 def test_a_token_that_nothing_predicts_is_refused() -> None:

@@ -22,7 +22,7 @@ def trajectory(**changes: Any) -> Trajectory:
     return Trajectory(**fields | changes)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_table_gives_its_trajectories_back_exactly(data: st.DataObject, trajectories: Any, same: Any) -> None:
     drawn = data.draw(st.lists(trajectories, max_size=4))
@@ -32,7 +32,7 @@ def test_a_table_gives_its_trajectories_back_exactly(data: st.DataObject, trajec
     assert same(arrow.from_table(table), drawn)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_slices_chunks_orders_and_files_change_nothing(data: st.DataObject, trajectories: Any, same: Any) -> None:
     drawn = data.draw(st.lists(trajectories, min_size=1, max_size=4))

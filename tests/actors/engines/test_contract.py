@@ -94,7 +94,7 @@ def request(prompt: Any, *, name: str = "r", session: str = "", seed: int = 0, *
 async def sampled(engine: Engine, n: int) -> None:
     """Returns when the engine has sampled `n` tokens more."""
     goal = engine.stats()["tokens"] + n
-    while engine.stats()["tokens"] < goal:  # noqa: ASYNC110 - engines count, they do not signal
+    while engine.stats()["tokens"] < goal:
         await asyncio.sleep(0.001)
 
 
@@ -129,9 +129,7 @@ def test_logprobs_are_those_of_transformers_for_ragged_requests_that_join_at_any
 
             async def one(i: int) -> Generated:
                 await asyncio.sleep(0.001 * i)
-                return await engine.generate(
-                    request(prompts[i], name=str(i), seed=i, max_tokens=5 + i, temperature=0.7)
-                )
+                return await engine.generate(request(prompts[i], name=str(i), seed=i, max_tokens=5 + i, temperature=0.7))
 
             return await asyncio.gather(*(one(i) for i in range(len(prompts))))
 
@@ -141,9 +139,7 @@ def test_logprobs_are_those_of_transformers_for_ragged_requests_that_join_at_any
 
 
 @pytest.mark.parametrize("max_cached_tokens", [131_072, 2048], ids=["roomy", "sessions_evict_each_other"])
-def test_logprobs_stay_true_over_the_turns_of_many_sessions(
-    make: Callable[..., Engine], max_cached_tokens: int
-) -> None:
+def test_logprobs_stay_true_over_the_turns_of_many_sessions(make: Callable[..., Engine], max_cached_tokens: int) -> None:
     model = _llama(1)
 
     async def episode(engine: Engine, i: int) -> list[tuple[Any, Generated]]:
@@ -223,9 +219,7 @@ def test_temperature_zero_is_the_greedy_decoding_of_transformers(make: Callable[
 
     for prompt, got in zip(prompts, asyncio.run(go()), strict=True):
         ids = torch.tensor(prompt[None], dtype=torch.int64)
-        reference = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
-        )
+        reference = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0)
         assert got.tokens.tolist() == reference[0, len(prompt) :].tolist()
         assert_true(model, prompt, got)
 
@@ -375,9 +369,7 @@ def test_weights_of_another_model_are_refused_and_the_old_ones_stay(make: Callab
     assert_true(model, [5, 6, 7], got)
 
 
-@pytest.mark.parametrize(
-    "sampling", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7, "temperature": 1.5}], ids=str
-)
+@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7, "temperature": 1.5}], ids=str)
 def test_top_k_and_top_p_draw_only_what_they_leave_with_its_renormalised_logprob(
     make: Callable[..., Engine], sampling: dict[str, Any]
 ) -> None:

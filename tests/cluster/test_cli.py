@@ -1,0 +1,115 @@
+"""The command line: bad input to any command is one clear line on standard error and a non-zero exit, and loses nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAKE = str(ROOT / "recipes" / "frozen_lake.toml")
+WORLDS = {
+    "good.py": "from troupe.envs.base import TextWorld\n\n\nclass Good(TextWorld):\n"
+    "    def reset(self, task): return 'hi'\n    def step(self, text): return 'no'\n\n\nclass Stranger: ...\n",
+    "syntax.py": "class Broken(:\n",
+    "raises.py": "raise RuntimeError('no such device\\nand more')\n",
+}
+
+
+@pytest.fixture
+def troupe(tmp_path):
+    """Runs the command in a folder of its own, which it must leave as it was unless told otherwise."""
+    for name, text in WORLDS.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad_key.toml").write_text('steps = 3\n\n[learner]\nadvantge = "grpo"\n')
+    (tmp_path / "bad_type.toml").write_text('steps = "many"\n')
+    (tmp_path / "bad.toml").write_text("steps = = 3\n")
+    (tmp_path / "estimator.toml").write_text('[learner]\nadvantage = "gropo"\n')
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "config.toml").write_text('name = "used"\n')
+    (used / "precious").write_text("results")
+    env = {**os.environ, "TROUPE_MODELS": str(tmp_path / "empty"), "COLUMNS": "200", "NO_COLOR": "1"}
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        env.pop(name, None)
+
+    def run(*args):
+        command = [sys.executable, "-m", "troupe", *args]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+    return run
+
+
+def tree(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.suffix != ".pyc"}
+
+
+TRAIN = [
+    (("recipes/nope.toml",), "No recipe 'recipes/nope.toml'."),
+    (("bad_kee.toml",), "No recipe 'bad_kee.toml'. Did you mean 'bad_key.toml'?"),
+    (("bad_key.toml",), "bad_key.toml line 4: unknown key 'learner.advantge'. Did you mean 'learner.advantage'?"),
+    (("bad_type.toml",), "bad_type.toml line 1: 'steps' = 'many': Input should be a valid integer"),
+    (("bad.toml",), "bad.toml: not valid TOML"),
+    ((), "name a recipe"),
+    ((LAKE, "--set", "learner.lr"), "--set 'learner.lr': write it as section.key=value"),
+    ((LAKE, "--set", "rollout.group_sise=4"), "unknown key 'rollout.group_sise'. Did you mean 'rollout.group_size'?"),
+    ((LAKE, "--steps", "0"), "'steps' = 0"),
+    ((LAKE, "--model", "./gone"), "No model './gone'"),
+    ((LAKE, "--model", "empty"), "model folder 'empty' has no config.json"),
+    ((LAKE, "--model", "smollm2-135m"), "run `troupe models fetch smollm2-135m`"),
+    ((LAKE, "--env", "frozen_lak"), "No environment 'frozen_lak'. Did you mean 'frozen_lake'?"),
+    ((LAKE, "--set", "env.options.sise=4"), "frozen_lake has no option 'sise'. Did you mean 'size'?"),
+    (("--env", "no_such_module:World"), "environment 'no_such_module:World' cannot be imported: ModuleNotFoundError"),
+    (("--env", "goood.py:Good"), "environment 'goood.py:Good': no file goood.py. Did you mean 'good.py'?"),
+    (("--env", "good.py:Goof"), "good.py has no 'Goof'. Did you mean 'Good'?"),
+    (("--env", "good.py:Stranger"), "is not a world: derive it from troupe.envs"),
+    (("--env", "syntax.py:Broken"), "environment 'syntax.py:Broken' cannot be imported: SyntaxError"),
+    (("--env", "raises.py:World"), "environment 'raises.py:World' cannot be imported: RuntimeError: no such device"),
+    ((LAKE, "--run-dir", "used"), "run folder 'used' exists: go on with `troupe train --resume used`"),
+    ((LAKE, "--run-dir", "good.py"), "run folder 'good.py' exists"),
+    (("--resume", "empty"), "'empty' is no run folder: it has no config.toml"),
+    (("--resume", "gone"), "'gone' is no run folder"),
+    ((LAKE, "--resume", "used"), "--resume takes its recipe and folder from the run"),
+    ((LAKE, "--stepz", "9"), "No such option: --stepz"),
+    ((LAKE, "--seed", "one"), "'--seed'"),
+]
+OTHERS = [
+    (("query", "empty", "SELECT 1"), "'empty' is not a run folder"),
+    (("query", "usde", "SELECT 1"), "there is no run folder 'usde'. Did you mean 'used'?"),
+    (("query", "used", "SELEKT 1"), "SELEKT"),
+    (("query", "used", "SELECT rewad FROM trajectories"), "rewad"),
+    (("query", "used", "SELECT 1", "--format", "jsn"), "unknown format 'jsn', known: table, json, csv, arrow"),
+    (("query", "used", "SELECT 1", "-o", "gone/x.csv"), "cannot write 'gone/x.csv'"),
+    (("scale", "used", "--env-actors", "3"), "'used' is not running"),
+    (("scale", "used"), "say what to scale"),
+    (("scale", "empty", "--env-actors", "3"), "'empty' is no run folder"),
+    (("config", "bad_key.toml"), "unknown key 'learner.advantge'"),
+    (("config", "gone.toml"), "No recipe 'gone.toml'"),
+    (("env", "show", "echp"), "No environment 'echp'. Did you mean 'echo'?"),
+    (("env", "show", "guess", "--option", "hihg=9"), "guess has no option 'hihg'. Did you mean 'high'?"),
+    (("env", "show", "guess", "--option", "high"), "--option 'high': write it as key=value"),
+    (("env", "show", "guess", "--option", "high=2"), "high is 2; it is 10 to 1000000"),
+    (("env", "play", "guess", "--split", "heldaut"), "no split 'heldaut': it is one of train, heldout."),
+    (("env", "check", "good.py:Gone"), "good.py has no 'Gone'"),
+    (("models", "fetch", "smollm"), "No model 'smollm' to fetch. Did you mean 'smollm2-135m'?"),
+    (("models", "path", "smollm2-135m"), "run `troupe models fetch smollm2-135m`"),
+    (("serve", "empty"), "'empty' is n"),
+    (("submit", "gone.toml"), "No recipe 'gone.toml'"),
+    (("trane",), "No such command 'trane'"),
+]
+
+
+CASES = [(("train", *args), reason) for args, reason in TRAIN] + OTHERS
+
+
+@pytest.mark.parametrize(("args", "reason"), CASES, ids=[" ".join(args).replace(LAKE, "LAKE") for args, _ in CASES])
+def test_bad_input_is_one_clear_line_and_loses_nothing(troupe, tmp_path, args, reason):
+    before = tree(tmp_path)
+    done = troupe(*args)
+    assert reason in done.stderr
+    assert done.stderr.startswith("troupe: ") and len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+    assert done.returncode in (1, 2)
+    assert tree(tmp_path) == before

@@ -1,0 +1,171 @@
+"""Recipes: what is wrong with one is said with its line and the nearest valid name; what is right reads back the same."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from troupe.actors.settings import RunConfig
+from troupe.cluster import config as recipes
+from troupe.protocol.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+RECIPE = """\
+# a recipe
+seed = 7
+
+[env]
+name = "guess"
+options = { high = 10 }
+
+[learner]
+lr = 1e-4
+passes = 2
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text=RECIPE, name="mine.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def error_of(*args):
+    with pytest.raises(ConfigError) as caught:
+        recipes.read(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_of_the_house_loads(path):
+    assert recipes.read(str(path)).name == path.stem
+
+
+def test_there_are_recipes():
+    assert {"frozen_lake", "smollm2_guess"} <= {path.stem for path in RECIPES}
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(recipe):
+    path = recipe(RECIPE + 'advantge = "grpo"\n')
+    assert error_of(path) == f"{path} line 11: unknown key 'learner.advantge'. Did you mean 'learner.advantage'?"
+
+
+def test_an_unknown_section_is_named_with_its_line(recipe):
+    path = recipe(RECIPE + "\n[lerner]\nlr = 1\n")
+    assert error_of(path) == f"{path} line 12: unknown key 'lerner'. Did you mean 'learner'?"
+
+
+def test_a_wrong_type_is_named_with_its_line_and_value(recipe):
+    path = recipe(RECIPE.replace("passes = 2", 'passes = "two"'))
+    message = error_of(path)
+    assert message.startswith(f"{path} line 10: 'learner.passes' = 'two': ") and "integer" in message
+
+
+def test_a_value_out_of_range_is_named_with_its_line(recipe):
+    path = recipe(RECIPE.replace("lr = 1e-4", "lr = 0"))
+    assert error_of(path).startswith(f"{path} line 9: 'learner.lr' = 0: ")
+
+
+def test_invalid_toml_is_named_with_its_line(recipe):
+    path = recipe(RECIPE + "lr = = 3\n")
+    message = error_of(path)
+    assert message.startswith(f"{path}: not valid TOML: ") and "line 11" in message
+
+
+def test_a_missing_recipe_is_answered_with_the_nearest_file(recipe):
+    path = recipe()
+    typo = path.replace("mine.toml", "mien.tmol")
+    assert error_of(typo) == f"No recipe '{typo}'. Did you mean '{path}'?"
+
+
+def test_an_override_wins_and_an_empty_one_restores_the_default(recipe):
+    path = recipe()
+    config = recipes.read(path, ["learner.lr=0.5", "env.name=echo", "env.options.high=12", "seed=", "learner.passes="])
+    assert (config.learner.lr, config.env.name, config.env.options) == (0.5, "echo", {"high": 12})
+    assert (config.seed, config.learner.passes) == (RunConfig().seed, RunConfig().learner.passes)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("learner.lr", "--set 'learner.lr': write it as section.key=value"),
+        ("=3", "--set '=3': write it as section.key=value"),
+        ("seed.x=3", "--set 'seed.x=3': 'seed' is a value, not a section"),
+        ("learner.advantge=grpo", "unknown key 'learner.advantge'. Did you mean 'learner.advantage'?"),
+        ("steps=many", "'steps' = 'many': Input should be a valid integer"),
+    ],
+)
+def test_a_bad_override_says_what_is_wrong_with_it(recipe, override, reason):
+    assert reason in error_of(recipe(), [override])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_an_explained_recipe_reads_back_the_same(path):
+    config = recipes.read(
+        str(path), ["model.lora={rank = 4, targets = ['q', 'v']}", "env.options={a = {b = [1, 2]}, 'c d' = '# no comment'}"]
+    )
+    assert RunConfig.model_validate(tomllib.loads(recipes.explained(config))) == config
+    plain = recipes.read(str(path), ["model.lora=", "env.options="])
+    assert RunConfig.model_validate(tomllib.loads(recipes.explained(plain))) == plain
+
+
+def test_every_key_is_explained_by_its_description():
+    text = recipes.explained(RunConfig())
+
+    def check(model):
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if hasattr(kind, "model_fields"):
+                check(kind)
+            else:
+                assert field.description, f"{model.__name__}.{name}"
+                assert field.description.rstrip(".")[1:] in text, f"{model.__name__}.{name}"
+
+    check(RunConfig)
+
+
+def test_the_adapters_keys_are_checked_too(recipe):
+    assert "unknown key 'model.lora.rnk'. Did you mean 'model.lora.rank'?" in error_of(recipe(), ["model.lora.rnk=4"])
+
+
+def test_a_run_folders_recipe_reads_back_the_same(recipe, tmp_path):
+    config = recipes.read(recipe(), ["model.lora.rank=4", "learner.betas=[0.8, 0.9]"])
+    recipes.write(config, tmp_path / "config.toml")
+    assert recipes.read(str(tmp_path / "config.toml")) == config
+
+
+def test_a_world_alone_makes_a_recipe_named_after_it(tmp_path):
+    world = tmp_path / "mine.py"
+    world.write_text(
+        "from troupe.envs.base import TextWorld\n"
+        "class HideAndSeek(TextWorld):\n"
+        "    def reset(self, task): return 'hello'\n"
+        "    def step(self, text): return 'no'\n"
+    )
+    config = recipes.from_flags(f"{world}:HideAndSeek", [])
+    assert (config.name, config.env.name) == ("hide_and_seek", f"{world}:HideAndSeek")
+    assert config.cold_start.steps == 0  # it has no player to learn from
+    assert recipes.from_flags("guess", []).cold_start.steps > 0
+
+
+def test_a_world_with_a_model_trains_an_adapter_unless_told_otherwise():
+    config = recipes.from_flags("guess", ["model.path='some/folder'", "model.lora.rank=4", "steps=3"])
+    assert config.cold_start.steps == 0
+    assert (config.steps, config.model.path) == (3, "some/folder")
+    assert config.model_settings("some/folder").lora.rank == 4
+    assert recipes.from_flags("guess", ["model.path=x", "model.lora="]).model.lora is None
+
+
+def test_flags_for_a_world_that_is_not_there_name_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean 'guess'"):
+        recipes.from_flags("gues", [])
+    with pytest.raises(ConfigError, match="the command line: unknown key 'stepz'"):
+        recipes.from_flags("guess", ["stepz=3"])

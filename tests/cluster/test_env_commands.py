@@ -1,0 +1,111 @@
+"""`troupe env`: a person can look at a world, play it, and check it."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from troupe.envs import registry
+
+WORLD = """
+import random
+from troupe.envs.base import TextWorld, Turn
+
+class Coin(TextWorld):
+    "Call the coin."
+    system = "Say heads or tails."
+    def __init__(self, prize: float = 1.0):
+        self.prize = prize
+    def reset(self, task):
+        self.coin = self.rng.choice(["heads", "tails"])
+        return f"coin {task.split} {task.seed}"
+    def step(self, text):
+        if text not in ("heads", "tails"):
+            raise ValueError("say heads or tails")
+        return Turn(self.coin, reward=self.prize * (text == self.coin), done=True)
+
+class Loaded(Coin):
+    def reset(self, task):
+        super().reset(task)
+        self.coin = random.SystemRandom().choice(["heads", "tails"])
+        return "coin"
+"""
+
+
+@pytest.fixture
+def coin(tmp_path):
+    file = tmp_path / "coins.py"
+    file.write_text(WORLD)
+    return f"{file}:Coin"
+
+
+def troupe(*args, keys=""):
+    command = [sys.executable, "-m", "troupe", "env", *args]
+    return subprocess.run(command, input=keys, capture_output=True, text=True)
+
+
+def test_list_shows_every_known_world():
+    done = troupe("list")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in registry.names())
+
+
+def test_show_tells_options_and_opening(coin):
+    done = troupe("show", coin, "--option", "prize=2.5")
+    assert done.returncode == 0
+    for text in ("Call the coin.", "prize = 2.5", "Say heads or tails.", "coin train 0"):
+        assert text in done.stdout
+
+
+def test_play_goes_on_after_an_invalid_action_and_shows_reward_and_score(coin):
+    secret = "heads" if "heads" in troupe("play", coin, "--seed", "3", keys="heads\n").stdout.split(">")[-1] else "tails"
+    done = troupe("play", coin, "--seed", "3", "--option", "prize=2", keys=f"what\n{secret}\n")
+    assert done.returncode == 0
+    for text in ("Say heads or tails.", "coin train 3", "Invalid action: say heads or tails", "reward 2"):
+        assert text in done.stdout
+    assert done.stdout.rstrip().endswith("The episode is over: success, score 2 in 2 turns.")
+
+
+def test_play_takes_the_split(coin):
+    assert "coin heldout 5" in troupe("play", coin, "--split", "heldout", "--seed", "5").stdout
+
+
+def test_play_is_left_politely_at_the_end_of_input(coin):
+    done = troupe("play", coin)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "You left the game." in done.stdout
+
+
+def test_play_is_left_politely_by_one_ctrl_c(coin):
+    """On a terminal, while the game waits for the keyboard."""
+    keyboard, terminal = pty.openpty()
+    command = [sys.executable, "-m", "troupe", "env", "play", coin]
+    game = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True)
+    os.close(terminal)
+    try:
+        seen = b""
+        while b"> " not in seen:
+            seen += os.read(keyboard, 1024)
+        game.send_signal(signal.SIGINT)
+        assert game.wait(60) == 0
+        assert b"You left the game." in os.read(keyboard, 1024)
+    finally:
+        game.kill()
+        game.wait()
+        os.close(keyboard)
+
+
+def test_check_passes_a_good_world(coin):
+    done = troupe("check", coin)
+    assert done.returncode == 0, done.stdout
+    assert "Coin conforms" in done.stdout
+
+
+def test_check_fails_a_world_that_cannot_be_reproduced(coin):
+    done = troupe("check", coin.replace("Coin", "Loaded"), "--episodes", "30")
+    assert done.returncode == 1
+    assert "broken" in done.stdout and "Loaded does not conform" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,233 @@
+"""A whole company in a simulation: the real director, dispatcher, pools, router, store, learner, generator and evaluator.
+
+Only what needs a GPU or minutes is played by stand-ins that keep the same promises: an engine whose tokens depend on
+the request's seed alone, and a trainer whose weights are a digest of everything it was trained on, in order. So two
+runs are equal exactly when they trained the same tokens in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from troupe.actors.company import Parts
+from troupe.actors.director import Director
+from troupe.actors.settings import RunConfig
+from troupe.actors.simulated import Chaos, Simulation
+from troupe.cluster import config as recipes
+from troupe.learner.tiny import make_tiny
+from troupe.protocol.checksum import checksum_of
+from troupe.protocol.errors import ActorLost, NotReady
+from troupe.protocol.messages import Generate, Generated
+from troupe.protocol.trajectory import Trajectory
+
+
+class SeededEngine:
+    """An engine in virtual time. `liar`: probability that a load leaves other weights than were sent."""
+
+    def __init__(self, name: str, world: SimulatedRun) -> None:
+        self.name, self.world = name, world
+        self.version = -1
+        self.tensors: dict[str, np.ndarray] = {}
+
+    async def start(self) -> None:
+        await asyncio.sleep(0.1)
+
+    async def generate(self, request: Generate) -> Generated:
+        if self.version < 0:
+            raise NotReady(f"{self.name} has no weights")
+        dice = random.Random(request.seed)
+        tokens: list[int] = []
+        versions: list[int] = []
+        for _ in range(dice.randint(1, request.sampling.max_tokens)):
+            await asyncio.sleep(0.001 * self.world.simulation.dice.random())
+            tokens.append(dice.randrange(5, 200))
+            versions.append(self.version)
+        stop = dice.random() < 0.9
+        if stop:
+            tokens.append(request.sampling.stop_ids[0])
+            versions.append(self.version)
+        logprobs = np.asarray([-dice.random() for _ in tokens], np.float32)
+        self.world.sampled.append((self.name, tuple(request.prompt.tolist()), tuple(tokens)))
+        return Generated(
+            np.asarray(tokens, np.int32), logprobs, np.asarray(versions, np.int32), "stop" if stop else "length", self.name
+        )
+
+    async def abort(self, request: str) -> None:
+        return
+
+    async def end_session(self, session: str) -> None:
+        return
+
+    async def load_weights(self, version: int, tensors: Any) -> str:
+        await asyncio.sleep(0.05 * self.world.simulation.dice.random())
+        self.tensors = {name: np.array(value) for name, value in tensors.items()}
+        if self.world.simulation.dice.random() < self.world.liar:
+            self.tensors["w"] = self.tensors["w"] + 1
+        self.version = version
+        held = checksum_of(self.tensors)
+        self.world.loads.append((self.name, version, held))
+        return held
+
+    def stats(self) -> dict[str, float]:
+        return {"load": 0.0, "busy": 0.0, "tokens": 0.0}
+
+    async def close(self) -> None:
+        return
+
+
+class DigestTrainer:
+    """A trainer whose weights are a digest of what it was trained on."""
+
+    def __init__(self, world: SimulatedRun) -> None:
+        self.world = world
+        self.step = 0
+        self.digest = b"cold"
+
+    def cold_start(self, tokens: Any, supervised: Any, *, steps: int, batch: int, progress: Any = None) -> dict[str, float]:
+        for array in tokens:
+            self.digest = hashlib.blake2b(self.digest + array.tobytes(), digest_size=16).digest()
+        return {}
+
+    def train(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        for trajectory in trajectories:
+            for sample in trajectory.samples():
+                content = sample.tokens.tobytes() + sample.mask.tobytes() + sample.logprobs.tobytes()
+                self.digest = hashlib.blake2b(self.digest + content, digest_size=16).digest()
+        self.step += 1
+        self.world.trained.append((self.step, [t.id for t in trajectories]))
+        for trajectory in trajectories:
+            assert trajectory.kind == "train" and trajectory.status == "completed"
+            oldest = trajectory.versions[0]
+            self.world.staleness.append(self.step - 1 - oldest)
+        return {
+            "policy_tokens": float(sum(t.policy_tokens for t in trajectories)),
+            "reward_mean": float(np.mean([t.reward for t in trajectories])),
+            "success": float(np.mean([bool(t.success) for t in trajectories])),
+        }
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {"w": np.frombuffer(self.digest, np.uint8).astype(np.int32)}
+
+    def save(self, folder: str) -> None:
+        os.makedirs(folder + ".tmp", exist_ok=True)
+        Path(folder + ".tmp", "state.json").write_text(json.dumps({"step": self.step, "digest": self.digest.hex()}))
+        os.rename(folder + ".tmp", folder)
+
+    def restore(self, folder: str) -> None:
+        known = json.loads(Path(folder, "state.json").read_text())
+        self.step, self.digest = known["step"], bytes.fromhex(known["digest"])
+
+
+@dataclass
+class SimulatedRun:
+    """One run of the whole company, and what was seen of it."""
+
+    folder: Path
+    config: RunConfig
+    model_folder: Path
+    liar: float = 0.0
+    trained: list[tuple[int, list[str]]] = field(default_factory=list)
+    staleness: list[int] = field(default_factory=list)
+    loads: list[tuple[str, int, str]] = field(default_factory=list)
+    sampled: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    crashes: list[tuple[float, str]] = field(default_factory=list)
+    simulation: Any = None
+
+    def play(self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0) -> None:
+        """Runs to the end, killing `crashes` random actors at random moments within `until_s`."""
+        with Simulation(seed, chaos) as self.simulation:
+            dice = random.Random(f"crashes/{seed}")
+            moments = sorted(dice.uniform(0.0, until_s) for _ in range(crashes))
+
+            async def killer() -> None:
+                loop = asyncio.get_running_loop()
+                for moment in moments:
+                    await asyncio.sleep(max(0.0, moment - loop.time()))
+                    victims = sorted(self.simulation.actors)
+                    if victims:
+                        self.simulation.crash(dice.choice(victims))
+
+            async def main(context: Any) -> None:
+                killing = asyncio.ensure_future(killer())
+                while True:
+                    try:
+                        await context.spawn(
+                            "director",
+                            Director,
+                            config=self.config,
+                            folder=str(self.folder),
+                            parts=Parts(
+                                str(self.model_folder),
+                                lambda name: SeededEngine(name, self),
+                                lambda: DigestTrainer(self),
+                            ),
+                        )
+                        await context.ref("director", Director).run()
+                        break
+                    except ActorLost:
+                        await asyncio.sleep(1.0)
+                    await context.kill("director")
+                killing.cancel()
+
+            self.simulation.run(main)
+            self.crashes = self.simulation.crashes
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return found
+
+    def weights(self) -> str:
+        """Checksum of the final weights."""
+        return str(self.summary()["weights"]["checksum"])
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder, ["echo train heldout turn 0 1 2 3 4 5 6 7 8 9"], hidden=16, layers=1, heads=2)
+    return folder
+
+
+@pytest.fixture
+def simulated_run(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes runs: `simulated_run(steps=4, **{"env.actors": 3})`."""
+    # A simulated crash never takes the machine down: what was written is read back without syncing the disk.
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    count = 0
+
+    def make(liar: float = 0.0, **changes: Any) -> SimulatedRun:
+        nonlocal count
+        count += 1
+        folder = tmp_path / f"run-{count}"
+        (folder / "checkpoints").mkdir(parents=True)
+        data: dict[str, Any] = {
+            "name": "simulated",
+            "steps": 4,
+            "checkpoint_every": 2,
+            "env": {"name": "echo", "actors": 2, "slots": 6, "options": {"turns": 2, "sleep": 0.2}, "max_turns": 3},
+            "cold_start": {"steps": 2, "demonstrations": 4},
+            "rollout": {"groups_per_step": 2, "group_size": 3, "max_tokens": 6, "attempts": 8},
+            "generator": {"replicas": 2},
+            "eval": {"tasks": 3},
+        }
+        for key, value in changes.items():
+            *sections, last = key.split("__")
+            here = data
+            for section in sections:
+                here = here.setdefault(section, {})
+            here[last] = value
+        config = RunConfig.model_validate(data)
+        recipes.write(config, folder / "config.toml")
+        return SimulatedRun(folder, config, model_folder, liar)
+
+    return make

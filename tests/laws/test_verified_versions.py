@@ -1,0 +1,27 @@
+"""Law 4, verified versions: announced only when every replica proved it, and no token is staler than the budget."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_no_trained_token_is_older_than_the_staleness_budget(simulated_run, max_staleness):
+    run = simulated_run(steps=6, rollout__max_staleness=max_staleness)
+    run.play(1, crashes=2, until_s=20.0)
+    assert run.staleness and max(run.staleness) <= max_staleness and min(run.staleness) >= 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_generator_that_holds_other_weights_than_were_sent_is_replaced_before_it_works(simulated_run, seed):
+    run = simulated_run(liar=0.2)
+    run.play(seed)
+    journal = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
+    announced = {row["version"]: row["checksum"] for row in journal if row["event"] == "announced"}
+    lies = [(name, version) for name, version, held in run.loads if held != announced.get(version)]
+    assert lies, "the seed must make some generator lie"
+    assert any(row["event"] == "died" and row["actor"].startswith("generator") for row in journal)
+    assert run.summary()["finished"]
+    assert all(row["generators"] for row in journal if row["event"] == "announced")
