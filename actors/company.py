@@ -201,10 +201,10 @@ class Company:
         rollout = config.rollout
         spawn = self._context.spawn
         if name == "store":
-            await spawn(name, Store, folder=os.path.join(self._ledger.folder, "trajectories"))
+            pid = await spawn(name, Store, folder=os.path.join(self._ledger.folder, "trajectories"))
         elif name == "learner":
             checkpoints = os.path.join(self._ledger.folder, "checkpoints")
-            await spawn(
+            pid = await spawn(
                 name,
                 Learner,
                 _device(config.learner.device),
@@ -213,7 +213,7 @@ class Company:
                 keep=config.keep_checkpoints,
             )
         elif name == "dispatcher":
-            await spawn(
+            pid = await spawn(
                 name,
                 Dispatcher,
                 world=config.env.name,
@@ -224,7 +224,7 @@ class Company:
                 incarnation=self._ledger.starts_of(name),
             )
         elif name == "evaluator":
-            await spawn(
+            pid = await spawn(
                 name,
                 Evaluator,
                 world=config.env.name,
@@ -235,7 +235,7 @@ class Company:
                 file=os.path.join(self._ledger.folder, "evals.jsonl"),
             )
         elif name.startswith("env-"):
-            await spawn(
+            pid = await spawn(
                 name,
                 EnvPool,
                 world=config.env.name,
@@ -245,13 +245,13 @@ class Company:
                 generate_s=rollout.generate_s,
             )
         else:
-            await spawn(
+            pid = await spawn(
                 name,
                 Generator,
                 _device(config.generator.device),
                 make_engine=self._parts.make_engine,
             )
-        self._ledger.note("started", actor=name)
+        self._ledger.note("started", actor=name, pid=pid)
 
     async def _supervise(self, name: str) -> None:
         """Restarts `name` when it dies, with back-off; too many deaths stop the run, saying which."""

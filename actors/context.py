@@ -51,8 +51,9 @@ class Context(Protocol):
     def ref(self, name: str, cls: type[T]) -> T:
         """A reference to the actor called `name`; it need not exist yet."""
 
-    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Starts `cls(context, **kwargs)` under `name` and awaits its `start()`. An actor of that name is an error."""
+    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> int:
+        """Starts `cls(context, **kwargs)` under `name`, awaits its `start()` and returns its process id. Raises what
+        the actor raised. An actor of that name is an error."""
 
     async def exists(self, name: str) -> bool:
         """Is an actor of that name alive?"""
@@ -62,6 +63,9 @@ class Context(Protocol):
 
     async def kill(self, name: str) -> None:
         """Ends the actor called `name` now. Unknown names are ignored."""
+
+    def die(self, reason: str) -> None:
+        """Ends this actor now: it met what it cannot handle, and its supervisor shall put a new one in its place."""
 
 
 async def within(seconds: float, culprit: str, work: Awaitable[T]) -> T:

@@ -3,6 +3,7 @@
 Promises:
 - it takes no work before it has proved weights: `load_weights` fails unless the checksum of the tensors that it really
   holds equals the learner's (law 4);
+- an engine that broke takes the actor with it, so that its supervisor replaces both;
 - one load at a time; requests in flight go on, and each token names the version that sampled it.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from troupe.actors.context import Context
 from troupe.actors.engines.base import Engine
-from troupe.protocol.errors import CheckpointError
+from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError
 from troupe.protocol.messages import Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
 
 
@@ -31,7 +32,11 @@ class Generator:
 
     async def generate(self, message: Generate) -> Generated:
         """Samples a continuation; see `Engine.generate`."""
-        return await self._engine.generate(message)
+        try:
+            return await self._engine.generate(message)
+        except (RemoteError, ActorLost) as error:
+            self._context.die(f"its engine is gone: {error}")
+            raise
 
     async def end_session(self, message: EndSession) -> Ack:
         """Drops a session's cache."""

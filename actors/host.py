@@ -143,18 +143,19 @@ class RayContext:
             proxy = self._proxies[name] = _Proxy(name, self.namespace)
         return proxy  # type: ignore[return-value]
 
-    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> None:
+    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> int:
         options = {"num_cpus": 0.0, **(resources or {})}
         handle = _Hosted.options(  # type: ignore[attr-defined]
             name=name, namespace=self.namespace, lifetime="detached", max_concurrency=CALLS_AT_ONCE, **options
         ).remote(name, self.namespace, self._lease, self._seed, cls, kwargs)
         try:
-            failed = await handle.begin.remote()
+            begun = await handle.begin.remote()
         except _LOST as error:
             raise ActorLost(f"{name} died while starting: {_first_line(error)}") from error
-        if failed is not None:
+        if isinstance(begun, PackedError):
             ray.kill(handle)
-            raise unpack(failed)
+            raise unpack(begun)
+        return int(begun)
 
     async def exists(self, name: str) -> bool:
         try:
@@ -181,6 +182,10 @@ class RayContext:
         ray.kill(handle)
         while await self.exists(name):
             await asyncio.sleep(0.02)
+
+    def die(self, reason: str) -> None:
+        print(f"{self.name} ends itself: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 class _Lease:
@@ -211,7 +216,7 @@ class _Hosted:
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def begin(self) -> PackedError | None:
+    async def begin(self) -> PackedError | int:
         threading.Thread(target=self._end_with_lease, daemon=True, name="lease").start()
         try:
             self._actor = self._cls(self._context, **self._kwargs)
@@ -219,7 +224,7 @@ class _Hosted:
                 await self._actor.start()
         except Exception as error:
             return self._packed(error, "start")
-        return None
+        return os.getpid()
 
     def _end_with_lease(self) -> None:
         try:

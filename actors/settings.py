@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from troupe.learner.config import LearnerConfig, ModelConfig
+from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 
 
 class _Section(BaseModel):
@@ -39,7 +39,7 @@ class ModelSettings(_Section):
 
     path: str = Field("", description="Hugging Face folder or a fetched model's name; empty: make [model.tiny]")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights that are served")
-    lora: dict[str, Any] | None = Field(None, description="LoRA settings (rank, alpha, targets); unset: full training")
+    lora: LoraSettings | None = Field(None, description="train adapters instead of all weights")
     tiny: TinyModel = Field(default_factory=TinyModel)
 
 

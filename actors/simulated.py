@@ -205,7 +205,7 @@ class SimulatedContext:
     def ref(self, name: str, cls: type[T]) -> T:
         return _Proxy(name, self.simulation)  # type: ignore[return-value]
 
-    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> None:
+    async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> int:
         simulation = self.simulation
         await asyncio.sleep(simulation.travel())
         if name in simulation.actors:
@@ -217,7 +217,12 @@ class SimulatedContext:
             if hasattr(actor.instance, "start"):
                 await actor.instance.start()
 
-        await _answer(actor, _inside(actor, begin()), "start")
+        try:
+            await _answer(actor, _inside(actor, begin()), "start")
+        except Exception:
+            simulation.crash(name, "it could not start")
+            raise
+        return 0
 
     async def exists(self, name: str) -> bool:
         await asyncio.sleep(self.simulation.travel())
@@ -232,6 +237,9 @@ class SimulatedContext:
     async def kill(self, name: str) -> None:
         await asyncio.sleep(self.simulation.travel())
         self.simulation.crash(name, "ended on purpose")
+
+    def die(self, reason: str) -> None:
+        self.simulation.crash(self.name, reason)
 
 
 class _Proxy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -167,21 +167,25 @@ def main() -> None:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except TroupeError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {_escaped(str(error))}")
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
-        import click
+        # Wrong flags: errors of click, of which newer typers carry a copy of their own under another name.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        context = getattr(error, "ctx", None)
+        _fail(error.format_message() + (f" See: {context.command_path} --help" if context else ""), 2)
 
-        if isinstance(error, click.exceptions.Abort):
-            sys.exit(130)
-        if isinstance(error, click.ClickException):
-            error.show()
-            sys.exit(error.exit_code)
-        raise
+
+def _fail(message: str, code: int) -> NoReturn:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {_escaped(message)}")
+    sys.exit(code)
 
 
 def _escaped(text: str) -> str:

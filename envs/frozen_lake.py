@@ -7,10 +7,10 @@ Promises:
 - every cell, and every word but the first of a message, has one leading space: a byte-level BPE tokenizer trained on
   `corpus` reads one token a cell, and a move is the same token in the thought and in the act.
 
-An observation is a status word and, unless the episode is over, row and column of player and goal, and the grid
-(P player, G goal, O hole, . ice):
+An observation is a status word and, unless the episode is over, row and column of player and goal, what lies around
+the player, and the grid (P player, G goal, O hole, . ice):
 
-    moved me11 goal23
+    moved me11 goal23 left ice right ice up ice down ice
      . . O .
      . P . .
      O . . G
@@ -133,7 +133,12 @@ class FrozenLake(TextWorld):
     def _observation(self, status: str) -> str:
         rows = ("".join(f" {symbol}" for symbol in row) for row in self.state_key().split("/"))
         where = f"{status} me{self.at[0]}{self.at[1]} goal{self.goal[0]}{self.goal[1]}"
-        return "\n".join((where, *rows))
+        around = " ".join(f"{move} {self._beside(move)}" for move in MOVES)
+        return "\n".join((f"{where} {around}", *rows))
+
+    def _beside(self, move: str) -> str:
+        to = self._neighbour(self.at, move)
+        return "edge" if to == self.at else "hole" if to in self.holes else "goal" if to == self.goal else "ice"
 
     # -- its scripted player -----------------------------------------------------------------------------------------
 
@@ -160,7 +165,7 @@ class FrozenLake(TextWorld):
     @classmethod
     def corpus(cls) -> Iterator[str]:
         yield "".join(f" {digit}" for digit in range(10))
-        yield "".join(f" {word}" for word in (*MOVES, "goal", "safe", "toward"))
+        yield "".join(f" {word}" for word in (*MOVES, "me", "goal", "safe", "toward", "edge", "hole", "ice"))
         yield from (*MOVES, "me", "hole", "goal", "start", "moved", "stayed")
         for index in range(64):
             world = cls(think=THINK[index % len(THINK)])

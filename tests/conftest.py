@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Two shared cores: an example may be slow without being wrong.
 settings.register_profile("troupe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("troupe")
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs `async def` tests, each on an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True

@@ -1,0 +1,42 @@
+# Two commands: `make train` trains an agent, `make test` passes the tests. Both set up .venv first; a second call is fast.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: setup train test test-all lint bench clean
+
+setup: .venv/.base
+
+.venv/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Troupe needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -m venv .venv || { echo "Making .venv failed: does this Python have the venv module?"; exit 1; }
+	@touch $@
+
+.venv/.base: .venv/.python pyproject.toml constraints.txt
+	@echo "Installing Troupe into .venv (a few minutes the first time) …"
+	@$(INSTALL) --upgrade pip
+	@$(INSTALL) -e .
+	@touch $@
+
+.venv/.dev: .venv/.base
+	@echo "Installing what the tests need …"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
+
+train: .venv/.base
+	@$(BIN)/troupe train recipes/frozen_lake.toml
+
+lint: .venv/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "ruff format would change files: run $(BIN)/ruff format ."; exit 1; }
+	@$(BIN)/mypy -p troupe
+
+test: lint
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow'
+
+test-all: lint
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+clean:
+	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,150 @@
+"""One real run, from the recipe to the summary: real Ray, a real policy, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import troupe
+from troupe.protocol.trajectory import POLICY
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {
+    "cold_start.steps": 6,
+    "cold_start.demonstrations": 64,
+    "cold_start.batch": 8,
+    "rollout.groups_per_step": 2,
+    "rollout.group_size": 4,
+    "eval.tasks": 8,
+    "checkpoint_every": 2,
+    "env.slots": 8,
+}
+
+
+def start(*arguments: str, **changes: Any) -> subprocess.Popen[str]:
+    settings = [f"--set={key}={json.dumps(value)}" for key, value in {**SMALL, **changes}.items()]
+    command = [sys.executable, "-m", "troupe", "train", *arguments, *settings]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output
+
+
+def journal(run: Path) -> list[dict[str, Any]]:
+    file = run / "journal.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def await_event(run: Path, process: subprocess.Popen[str], **wanted: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        for row in journal(run):
+            if all(row.get(key) == value for key, value in wanted.items()):
+                return row
+        time.sleep(0.1)
+    raise AssertionError(f"{wanted} did not happen: {process.communicate()[0] if process.poll() is not None else ''}")
+
+
+def temporary_folders() -> set[str]:
+    return {name for name in os.listdir("/tmp") if name.startswith("troupe-ray-")}
+
+
+def living(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/status").read_text()[:60]]
+
+
+def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) -> None:
+    before = temporary_folders()
+    run = tmp_path / "run"
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "6")
+    pids = {name: await_event(run, process, event="started", actor=name)["pid"] for name in ("env-0", "generator-0")}
+    await_event(run, process, event="announced", version=1)
+    os.kill(pids["env-0"], signal.SIGKILL)
+    await_event(run, process, event="announced", version=3)
+    os.kill(pids["generator-0"], signal.SIGKILL)
+    output = finish(process)
+
+    assert "env-0 died" in output and "generator-0 died" in output and "Held-out success" in output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == 6
+    assert summary["restarts"] == {"env-0": 1, "generator-0": 1}
+    assert summary["tokens_generated"] >= summary["tokens_trained"] > 0
+    assert summary["episodes"] >= 6 * 8 + 16 and summary["episodes_failed"] == 0
+    assert {"first", "last"} <= summary["eval"].keys() and summary["eval"]["last"]["trials"] == 8
+    assert {"first", "last"} <= summary["reward"].keys()
+    assert summary["weights"]["version"] == 6 and len(summary["weights"]["checksum"]) == 16
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert all({"reward_mean", "reward_std", "entropy", "tokens_per_s", "actors_alive", "kl"} <= row.keys() for row in metrics)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
+    assert list((run / "tensorboard").iterdir())
+
+    opened = troupe.open(str(run))
+    rows = opened.query("SELECT kind, count(*) AS n, count(DISTINCT id) AS d FROM trajectories GROUP BY kind ORDER BY kind")
+    assert rows.to_pylist() == [{"kind": "eval", "n": 16, "d": 16}, {"kind": "train", "n": 48, "d": 48}]
+    gaps = [row["lp_gap_max"] for row in metrics]
+    assert max(gaps) < 1e-3, "the engine's logprobs are not those of the weights it names"
+    spoken = opened.query("SELECT provenance, logprobs FROM nodes WHERE role = 'assistant'").to_pylist()
+    assert spoken and all(list(n["provenance"]).count(POLICY) == len(n["logprobs"]) for n in spoken)
+    assert temporary_folders() <= before
+    assert not living([row["pid"] for row in journal(run) if row["event"] == "started"])
+
+
+def test_ctrl_c_leaves_nothing_but_a_folder_that_resumes(tmp_path: Path) -> None:
+    before = temporary_folders()
+    run = tmp_path / "run"
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "5")
+    await_event(run, process, event="announced", version=3)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130 and f"--resume {run}" in output and "Traceback" not in output
+    assert temporary_folders() <= before
+    assert not living([row["pid"] for row in journal(run) if row["event"] == "started"])
+
+    resumed = start("--resume", str(run))
+    finish(resumed)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"] and summary["weights"]["version"] == 5
+    metrics = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert metrics == [1, 2, 3, 4, 5]
+    assert troupe.open(str(run)).query("SELECT count(*) c FROM trajectories WHERE trains").to_pylist() == [{"c": 40}]
+
+
+def test_pools_and_generators_are_scaled_while_the_run_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "500")
+    try:
+        await_event(run, process, event="announced", version=1)
+
+        def scale(*flags: str) -> str:
+            command = [sys.executable, "-m", "troupe", "scale", str(run), *flags]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        assert "env-2" in scale("--env-actors", "3") and "generator-1" in scale("--generators", "2")
+        assert {"env-2", "generator-1"} <= {row["actor"] for row in journal(run) if row["event"] == "started"}
+        assert "env-1" not in scale("--env-actors", "1")
+    finally:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output
