@@ -4,7 +4,8 @@ Promises:
 - a group is durable exactly when its manifest line is complete; `commit` answers after that, never before. At start-up
   whatever lies behind the last complete line is discarded: a crash at any instant leaves whole groups only;
 - of several writes of one episode the first accepted one wins; those of other attempts, and of fenced ones, are refused
-  with a reason. A writer that did not hear its receipt may ask again. What is committed never changes; to commit a committed group again is accepted and does nothing;
+  with a reason. A writer that did not hear its receipt may ask again. What is committed never changes; to commit a
+  committed group again is accepted and does nothing;
 - `batch` is deterministic: the first `groups` training groups of a step in the order of the manifest, completed
   trajectories only, ordered by id. Evaluations never train;
 - deposits wait in memory for their commit, at most `max_deposits` of them (then `Overloaded`), and die with the

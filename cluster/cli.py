@@ -93,7 +93,7 @@ def train(
         raise typer.Exit(130) from None
     except TroupeError as error:
         raise type(error)(f"{error}\nWhat is done so far is safe. Go on with: troupe train --resume {shown}") from error
-    print(closing(json.loads((folder / "summary.json").read_text()), shown))
+    print(closing(json.loads((folder / "summary.json").read_text()), shown, config.env.name))
 
 
 @app.command()

@@ -66,7 +66,8 @@ class Progress:
             alive = len(status.actors)
             lines = [
                 f"{_step_line(status)}   {_spark(status.history)}",
-                f"rollouts {m.get('trajectories', 0):.0f}/step · {_si(m.get('tokens_per_s', 0))} tok/s · actors alive {alive} · "
+                f"rollouts {m.get('trajectories', 0):.0f}/step · {_si(m.get('tokens_per_s', 0))} tok/s · "
+                f"actors alive {alive} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
                 f"staleness {m.get('staleness_mean', 0):.1f}",
             ]
@@ -109,7 +110,7 @@ def _si(value: Any) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
-def closing(summary: dict[str, Any], folder: str) -> str:
+def closing(summary: dict[str, Any], folder: str, world: str) -> str:
     """What was learned, where it lies, and what to do next."""
     lines = []
     first, last = (summary.get("eval") or {}).get("first"), (summary.get("eval") or {}).get("last")
@@ -131,6 +132,6 @@ def closing(summary: dict[str, Any], folder: str) -> str:
         "Next:",
         f'  troupe query {folder} "SELECT step, avg(reward) FROM trajectories GROUP BY step ORDER BY step"',
         f"  troupe serve {folder}",
-        "  troupe env play frozen_lake",
+        f"  troupe env play {world}",
     ]
     return "\n".join(lines)

@@ -56,7 +56,8 @@ def serve(
         "resources": {"num_gpus": 1.0} if settings.device != "cpu" else None,
     }
     namespace = f"troupe-serve-{folder.name}"
-    with _stopped_by_signal(), launch.ray_session(None, namespace):
+    with _stopped_by_signal() as listen, launch.ray_session(None, namespace):
+        listen()  # again: Ray has put its own handlers in place
         from troupe.actors.host import RayContext
 
         context = RayContext.launch(namespace, config.seed)
@@ -116,7 +117,7 @@ def read_weights(folder: str, model: ModelConfig, seed: int) -> tuple[str, dict[
 
 
 @contextlib.contextmanager
-def _stopped_by_signal() -> Iterator[None]:
+def _stopped_by_signal() -> Iterator[Callable[[], None]]:
     """The block ends quietly at SIGINT or SIGTERM. A second one, meant as such, ends the process at once."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     first = 0.0
@@ -129,10 +130,13 @@ def _stopped_by_signal() -> Iterator[None]:
         if time.monotonic() - first > _SAME_SIGNAL_S:
             os._exit(130)
 
-    for number in before:
-        signal.signal(number, stop)
+    def listen() -> None:
+        for number in before:
+            signal.signal(number, stop)
+
+    listen()
     try:
-        yield
+        yield listen
     except KeyboardInterrupt:
         return
     finally:

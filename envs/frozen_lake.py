@@ -7,10 +7,10 @@ Promises:
 - every cell, and every word but the first of a message, has one leading space: a byte-level BPE tokenizer trained on
   `corpus` reads one token a cell, and a move is the same token in the thought and in the act.
 
-An observation is a status word and, unless the episode is over, row and column of player and goal, what lies around
-the player, and the grid (P player, G goal, O hole, . ice):
+An observation is a status word and, unless the episode is over, the way to the goal, what lies around the player, and
+the grid (P player, G goal, O hole, . ice):
 
-    moved me11 goal23 left ice right ice up ice down ice
+    moved goal right2 down1 left ice right ice up ice down ice
      . . O .
      . P . .
      O . . G
@@ -31,7 +31,7 @@ from troupe.protocol.errors import TaskFailed
 Cell = tuple[int, int]
 
 MOVES: dict[str, Cell] = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
-THINK = ("none", "safe", "toward")
+THINK = ("none", "safe", "plan")
 PLAYERS = ("greedy", "careful", "shortest")
 _SLIPS = {"left": ("up", "down"), "right": ("up", "down"), "up": ("left", "right"), "down": ("left", "right")}
 _WORD = re.compile(r"[A-Za-z]+")
@@ -45,7 +45,7 @@ class FrozenLake(TextWorld):
     slippery: a move goes as meant one time in three, else to either side of it (as in Gymnasium).
     holes: chance of a cell other than start and goal to be a hole.
     think: what the scripted player says before it acts, each level adding to the one before: "none"; "safe" (moves that
-    stay out of holes and on the map); "toward" (moves that come nearer).
+    stay out of holes and on the map); "plan" (the move that it means to make, which its hand then does not always do).
     player: "greedy" (towards the goal, blind to holes), "careful" (towards the goal if that is safe, else any safe
     move), "shortest" (along a shortest path).
     """
@@ -59,7 +59,7 @@ class FrozenLake(TextWorld):
         size: int = 4,
         slippery: bool = False,
         holes: float = 0.22,
-        think: str = "toward",
+        think: str = "plan",
         player: str = "careful",
     ) -> None:
         if not 3 <= size <= 10:
@@ -132,9 +132,14 @@ class FrozenLake(TextWorld):
 
     def _observation(self, status: str) -> str:
         rows = ("".join(f" {symbol}" for symbol in row) for row in self.state_key().split("/"))
-        where = f"{status} me{self.at[0]}{self.at[1]} goal{self.goal[0]}{self.goal[1]}"
+        goal = " ".join(f"{move}{steps}" for move, steps in self._way() if steps > 0)
         around = " ".join(f"{move} {self._beside(move)}" for move in MOVES)
-        return "\n".join((f"{where} {around}", *rows))
+        return "\n".join((f"{status} goal {goal} {around}", *rows))
+
+    def _way(self) -> list[tuple[str, int]]:
+        """How far the goal is in each direction, holes or not."""
+        down, right = self.goal[0] - self.at[0], self.goal[1] - self.at[1]
+        return [("left", -right), ("right", right), ("up", -down), ("down", down)]
 
     def _beside(self, move: str) -> str:
         to = self._neighbour(self.at, move)
@@ -144,14 +149,10 @@ class FrozenLake(TextWorld):
 
     def play(self, rng: random.Random, noise: float) -> str:
         safe = [m for m in MOVES if (to := self._neighbour(self.at, m)) != self.at and to not in self.holes]
-        toward = [m for m in MOVES if _apart(self._neighbour(self.at, m), self.goal) < _apart(self.at, self.goal)]
-        move = rng.choice(list(MOVES)) if rng.random() < noise else rng.choice(self._good(safe, toward))
-        level = THINK.index(self.think)
-        thought = []
-        if level >= 1:
-            thought += ["safe", *safe]
-        if level >= 2:
-            thought += ["toward", *toward]
+        toward = [move for move, steps in self._way() if steps > 0]
+        plan = rng.choice(self._good(safe, toward))
+        move = rng.choice(list(MOVES)) if rng.random() < noise else plan
+        thought = {"none": [], "safe": ["safe", *safe], "plan": ["safe", *safe, "so", plan]}[self.think]
         return f"<think>{' '.join(thought)}</think> {move}"
 
     def _good(self, safe: list[str], toward: list[str]) -> list[str]:
@@ -165,8 +166,8 @@ class FrozenLake(TextWorld):
     @classmethod
     def corpus(cls) -> Iterator[str]:
         yield "".join(f" {digit}" for digit in range(10))
-        yield "".join(f" {word}" for word in (*MOVES, "me", "goal", "safe", "toward", "edge", "hole", "ice"))
-        yield from (*MOVES, "me", "hole", "goal", "start", "moved", "stayed")
+        yield "".join(f" {word}" for word in (*MOVES, "goal", "safe", "so", "edge", "hole", "ice"))
+        yield from (*MOVES, "hole", "goal", "start", "moved", "stayed")
         for index in range(64):
             world = cls(think=THINK[index % len(THINK)])
             task = cls.task("train", index)
@@ -175,6 +176,3 @@ class FrozenLake(TextWorld):
             yield world.play(world.rng, noise=1.0)
             yield world._observation(("say left right up or down", "moved", "stayed")[index % 3])
 
-
-def _apart(a: Cell, b: Cell) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])

@@ -96,19 +96,6 @@ def _deployment(folder: str, namespace: str, training: bool, lease: Any, quiet: 
         from troupe.serve.routes import application
 
         threading.Thread(target=_close_with, args=(lease,), daemon=True, name="lease").start()
-        import sys, time as t, troupe.actors.host as h
-        old = h._Method.__call__
-        async def dbg(self, message=None):
-            n = f"{self._proxy.name}.{self._name}"; b = t.time()
-            if self._name != "status": print(t.strftime("%X"), "->", n, self._proxy._handle, file=sys.stderr, flush=True)
-            try:
-                r = await old(self, message)
-                if self._name != "status": print(t.strftime("%X"), "<-", n, type(r), t.time() - b, file=sys.stderr, flush=True)
-                return r
-            except BaseException as e:
-                print(t.strftime("%X"), "!!", n, repr(e)[:150], t.time() - b, file=sys.stderr, flush=True)
-                raise
-        h._Method.__call__ = dbg
         context = RayContext(f"gateway-{os.getpid()}", namespace, lease=None, seed=0)
         return application(Gateway(context, folder, training))
 

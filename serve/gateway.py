@@ -25,7 +25,7 @@ from troupe.actors.context import Context, within
 from troupe.actors.director import Director
 from troupe.actors.rendering import ChatML
 from troupe.actors.router import Router
-from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
+from troupe.protocol.errors import NotReady, Overloaded, TaskFailed, TroupeError
 from troupe.protocol.messages import Generate, GetStatus, Routes, RunStatus, Sampling, Saved
 from troupe.serve import checkpoints
 from troupe.serve.chat import ChatRequest, WeightsRequest, render
@@ -82,6 +82,7 @@ class Gateway:
         self._reason = f"the {self._leader} has not answered yet"
         self._following: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
+        self._open = True
         self._answers = 0
         self.since = int(context.clock.now())
 
@@ -96,6 +97,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Stops following."""
+        self._open = False  # Python 3.11's wait_for, inside, can lose a cancellation
         if self._following is not None:
             self._following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -211,7 +213,7 @@ class Gateway:
     # -- the leader --------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        while True:
+        while self._open:
             await self._ask()
             await asyncio.sleep(_ASK_S)
 
@@ -221,7 +223,7 @@ class Gateway:
         async with self._asking:
             try:
                 status: RunStatus = await within(5.0, self._leader, leader.status(GetStatus(_ALL_EVENTS_SEEN)))
-            except (ActorLost, TimedOut) as error:
+            except TroupeError as error:  # lost, silent or still starting
                 self._reason = str(error)
                 return
             if status.version < 0:  # nothing announced yet, or a new director that has not announced again
@@ -246,6 +248,8 @@ class Gateway:
         return str(announced[-1]["checksum"]) if announced else ""
 
     def _ready(self) -> Held:
+        if self._following is not None and self._following.done():
+            self._following.result()  # a gateway that follows nobody must not answer as if it did
         if self._held.version < 0:
             raise NotReady(f"no weight version can answer yet: {self._reason}")
         return self._held

@@ -5,11 +5,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from troupe.envs.base import Task, action_of, belongs, rng_of
 from troupe.envs.check import player_score
 from troupe.envs.frozen_lake import MOVES, PLAYERS, THINK, FrozenLake
+from troupe.learner.tiny import make_tiny
 from troupe.protocol.errors import InvalidAction, TaskFailed
 
 
@@ -82,7 +83,7 @@ def test_holes_and_goal_end_the_episode_and_the_edge_does_not():
     world.holes, world.goal, world.at = frozenset({(0, 1)}), (2, 0), (0, 0)
     edge = world.step("left")
     assert (edge.done, edge.reward) == (False, 0.0)
-    assert edge.text == "stayed\n P O . .\n . . . .\n G . . .\n . . . ."
+    assert edge.text == "stayed goal down2 left edge right hole up edge down ice\n P O . .\n . . . .\n G . . .\n . . . ."
     hole = world.step("right")
     assert (hole.text, hole.done, hole.success, hole.reward) == ("hole", True, False, 0.0)
     world.at = (1, 0)
@@ -127,30 +128,35 @@ def test_what_is_no_move_is_invalid_and_changes_nothing(text):
 
 @pytest.mark.parametrize("think", THINK)
 @pytest.mark.parametrize("player", PLAYERS)
-def test_a_tokenizer_made_from_the_corpus_reads_one_token_a_cell_and_a_word(think, player):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000, special_tokens=["<think>", "</think>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    tokenizer.train_from_iterator(FrozenLake.corpus(), trainer)
+def test_a_tokenizer_made_from_the_corpus_reads_one_token_a_cell_and_a_word(tmp_path, think, player):
+    tokenizer = Tokenizer.from_file(str(make_tiny(tmp_path, FrozenLake.corpus()) / "tokenizer.json"))
     world = opened(FrozenLake.task("heldout", 3), think=think, player=player)
-    grid = world.reset(FrozenLake.task("heldout", 4))
-    assert len(tokenizer.encode(grid).ids) == 1 + 4 * (1 + 4)  # the status, then four rows: a line feed and four cells
+    observation = world.reset(FrozenLake.task("heldout", 4))
+    status, *rows = observation.split("\n")
+    digits = sum(character.isdigit() for character in status)
+    grid = 4 * (1 + 4)  # four rows: a line feed and four cells
+    assert len(rows) == 4
+    assert len(tokenizer.encode(observation).ids) == len(status.split()) + digits + grid
     message = world.play(random.Random(0), noise=0.0)
     words = message.replace("<think>", "").replace("</think>", "").split()
     assert len(tokenizer.encode(message).ids) == 2 + len(words)
     with pytest.raises(InvalidAction) as invalid:
         world.step("?")
-    assert len(tokenizer.encode(str(invalid.value)).ids) == 6 + 4 * 5
+    assert len(tokenizer.encode(str(invalid.value)).ids) == 5 + len(status.split()) + digits + grid
 
 
-def test_the_player_says_what_helps_to_act():
-    world = opened(FrozenLake.task("train", 0), think="toward")
+@pytest.mark.parametrize(
+    ("think", "message"),
+    [
+        ("none", "<think></think> down"),
+        ("safe", "<think>safe right up down</think> down"),
+        ("plan", "<think>safe right up down so down</think> down"),
+    ],
+)
+def test_the_player_says_what_helps_to_act(think, message):
+    world = opened(FrozenLake.task("train", 0), think=think)
     world.holes, world.goal, world.at = frozenset({(1, 1)}), (3, 0), (1, 2)
-    message = world.play(random.Random(0), noise=0.0)
-    assert message == "<think>me 1 2 goal 3 0 safe right up down toward left down</think> down"
+    assert world.play(random.Random(0), noise=0.0) == message
 
 
 def test_noise_and_naivety_cost_the_player_success():

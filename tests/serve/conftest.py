@@ -24,7 +24,7 @@ from troupe.cluster.serving import read_weights
 from troupe.learner import checkpoint
 from troupe.learner.model import load
 from troupe.learner.tiny import make_tiny
-from troupe.protocol.errors import ActorLost
+from troupe.protocol.errors import ActorLost, NotReady
 from troupe.protocol.messages import Blob, Saved
 from troupe.serve import checkpoints
 from troupe.serve.gateway import Gateway
@@ -73,7 +73,7 @@ def ask(run: Path) -> Callable[..., None]:
 @pytest.fixture
 def house() -> SimpleNamespace:
     """What a test needs to set a stage of its own."""
-    return SimpleNamespace(make_run=make_run, InProcess=InProcess, listening=listening, context=CONTEXT)
+    return SimpleNamespace(make_run=make_run, InProcess=InProcess, keep=keep, listening=listening, context=CONTEXT)
 
 
 class InProcess:
@@ -97,6 +97,7 @@ class InProcess:
 
     async def spawn(self, name: str, cls: type[Any], resources: Any = None, **kwargs: Any) -> None:
         actor = cls(InProcess(name, self._company), **kwargs)
+        self._company[name] = (None, asyncio.Event())  # still starting
         await actor.start()
         self._company[name] = (actor, asyncio.Event())
 
@@ -112,6 +113,8 @@ class InProcess:
         if name in self._company:
             actor, dead = self._company.pop(name)
             dead.set()
+            for watcher in getattr(actor, "_watchers", []):
+                watcher.cancel()
             if hasattr(actor, "_engine"):
                 await actor._engine.close()
 
@@ -124,17 +127,18 @@ class _Ref:
         async def call(message: Any) -> Any:
             if self._name not in self._company:
                 raise ActorLost(f"there is no actor '{self._name}' at the moment")
-            return await getattr(self._company[self._name][0], method)(message)
+            actor, _ = self._company[self._name]
+            if actor is None:
+                raise NotReady(f"{self._name} is still starting")
+            return await getattr(actor, method)(message)
 
         return call
 
 
-@contextlib.asynccontextmanager
-async def served(run: Path, *, step: int = 0, replicas: int = 1) -> AsyncIterator[tuple[str, InProcess]]:
-    """The checkpoint `step` of `run`, served: (URL, context)."""
+async def keep(context: InProcess, run: Path, step: int, replicas: int = 1) -> None:
+    """A keeper in the company of `context` that serves the checkpoint `step` of `run`."""
     config = recipes.read(str(run / "config.toml"))
     model = config.model_settings(str(run / "model"))
-    context = InProcess("launcher", {})
     await context.spawn(
         "keeper",
         Keeper,
@@ -143,15 +147,19 @@ async def served(run: Path, *, step: int = 0, replicas: int = 1) -> AsyncIterato
         replicas=replicas,
     )
     found = checkpoints.find(run, step)
-    keeper = context.ref("keeper", Keeper)
-    await keeper.load(Saved(found.version, str(found.path)))
+    await context.ref("keeper", Keeper).load(Saved(found.version, str(found.path)))
+
+
+@contextlib.asynccontextmanager
+async def served(run: Path, *, step: int = 0, replicas: int = 1) -> AsyncIterator[tuple[str, InProcess]]:
+    """The checkpoint `step` of `run`, served: (URL, context)."""
+    context = InProcess("launcher", {})
+    await keep(context, run, step, replicas)
     try:
         async with listening(Gateway(InProcess("gateway", context._company), str(run), training=False)) as url:
             yield url, context
     finally:
-        for watcher in context._company["keeper"][0]._watchers:
-            watcher.cancel()
-        for name in list(context._company):
+        for name in ["keeper", *context._company]:
             await context.kill(name)
 
 

@@ -21,6 +21,7 @@ import pytest
 from troupe.protocol.errors import ConfigError
 from troupe.serve.app import check_port, door
 
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A temporary folder whose name is short enough for Ray's sockets; what is left in it was left behind."""

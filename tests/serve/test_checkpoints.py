@@ -25,7 +25,7 @@ def test_a_missing_one_is_named_with_those_that_are_there(run: Path) -> None:
 
 
 def test_a_run_without_any_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMissing, match="has no checkpoint yet: .*--resume"):
+    with pytest.raises(CheckpointMissing, match=r"has no checkpoint yet: .*--resume"):
         checkpoints.find(tmp_path)
 
 

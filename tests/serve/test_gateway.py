@@ -237,6 +237,18 @@ def test_a_replica_that_dies_is_replaced_and_holds_the_current_version(ask: Ask)
     ask(scenario)
 
 
+def test_a_keeper_that_is_replaced_is_followed_again(ask: Ask, run: Path, house: Any) -> None:
+    async def scenario(client: Client, url: str, context: Any) -> None:
+        await context.kill("keeper")
+        await context.kill("generator-0")
+        starting = asyncio.ensure_future(house.keep(context, run, 2))
+        answer = await client.chat.completions.create(model="m", messages=HELLO, max_tokens=2)
+        await starting
+        assert answer.system_fingerprint == "weights-2"
+
+    ask(scenario, step=1)
+
+
 def test_a_run_in_training_says_what_is_missing_and_keeps_its_weights(run: Path, house: Any) -> None:
     async def main() -> None:
         gateway = Gateway(house.InProcess("gateway", {}), str(run), training=True)
