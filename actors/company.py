@@ -12,6 +12,7 @@ Owns the actors that the director leads, and the current weight version. Promise
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -28,13 +29,17 @@ from troupe.actors.learner import Learner, Trains
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
-from troupe.protocol.errors import ActorLost, NotReady, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, Routes, Scale, Weights
 
 T = TypeVar("T")
 
 RESTARTS = 8
 RESTART_WINDOW_S = 300.0
+INFORM_S = 2.0
+
+_PASSING = (ActorLost, NotReady, Overloaded, TimedOut)
+"""Errors that pass when an actor is back."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,8 @@ class Company:
         self._deaths: dict[str, deque[float]] = {}
         self._publishing = asyncio.Lock()
         self._scaling = asyncio.Lock()
+        self._dispatcher = context.ref("dispatcher", Dispatcher)
+        self._informing: asyncio.Task[None] | None = None
         self.version = -1
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -104,11 +111,13 @@ class Company:
         generators = [f"generator-{i}" for i in range(self._wanted["generator"])]
         await asyncio.gather(self._ensure("dispatcher"), *(self._ensure(name) for name in [*pools, *generators]))
         await self._ensure("evaluator")
-        await self._tell_pools()
+        await self._inform()
+        if self._informing is None:
+            self._informing = asyncio.ensure_future(self._keep_informed())
 
     async def publish(self, weights: Weights) -> None:
         """Gives the weights to every generator, takes the proofs, then announces the version. Waits for a replacement
-        if no generator is left that could prove it."""
+        if no generator is left that could prove it. Raises ActorLost if the weights were lost with the learner."""
         async with self._publishing:
             self._weights = weights
             await asyncio.gather(*(self._prove(name) for name in self.generators()))
@@ -116,12 +125,12 @@ class Company:
         while not self._provers():
             if self._context.clock.now() > deadline:
                 raise TimedOut(f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s")
+            await self._context.blobs.get(weights.tensors)
             await asyncio.sleep(0.1)
         self.version = weights.version
-        await self._route()
-        dispatcher = self._context.ref("dispatcher", Dispatcher)
-        await self.patiently("dispatcher.announce", lambda: dispatcher.announce(Announce(weights.version)))
         self._ledger.note("announced", version=weights.version, checksum=weights.checksum, generators=self._provers())
+        await self._route()
+        await self.patiently("dispatcher.announce", lambda: self._dispatcher.announce(Announce(weights.version)))
 
     async def scale(self, wanted: Scale) -> None:
         """Changes the number of environment pools or generators; returns when it is done."""
@@ -136,7 +145,7 @@ class Company:
 
     async def close(self) -> None:
         """Ends every child."""
-        watchers = list(self._watchers.values())
+        watchers = [*self._watchers.values(), *([self._informing] if self._informing else [])]
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
@@ -152,8 +161,8 @@ class Company:
         weights = self._weights
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
-        except ActorLost:
-            self._proved.pop(name, None)  # its watcher replaces it
+        except (ActorLost, NotReady):
+            self._proved.pop(name, None)  # it is asked again, or replaced by its watcher
             return
         except TroupeError as error:
             self._proved.pop(name, None)
@@ -171,30 +180,40 @@ class Company:
         """Tells every pool which generators take work."""
         routes = Routes(self._provers())
         for pool in self.pools():
-            try:
+            with contextlib.suppress(*_PASSING):
                 await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
-            except ActorLost:
-                continue  # its watcher replaces it
 
-    async def _refresh_weights(self) -> None:
-        """The blob of the current weights is gone if the learner that owned it died: then ask for it again."""
-        assert self._weights is not None
+    async def _refresh_weights(self, wanted: Weights) -> None:
+        """The blob of the current weights is gone if the learner that owned it died: then ask the new one for it."""
         try:
-            await within(60.0, "weights", self._context.blobs.get(self._weights.tensors))
+            await self._context.blobs.get(wanted.tensors)
         except ActorLost:
-            learner = self._context.ref("learner", Learner)
-            weights = await self.patiently("learner.weights", lambda: learner.weights(GetWeights()))
-            if weights.version == self._weights.version:
-                self._weights = weights
+            found = await within(60.0, "learner.weights", self._context.ref("learner", Learner).weights(GetWeights()))
+            if found.version == wanted.version and self._weights is wanted:
+                self._weights = found
 
     # -- children ------------------------------------------------------------------------------------------------------
 
     async def _ensure(self, name: str) -> None:
-        if not await self._context.exists(name):
-            await self._start(name)
-        self._alive.add(name)
+        """Starts `name` unless it lives already, and watches over it."""
+        if await self._context.exists(name):
+            self._alive.add(name)
+        else:
+            await self._bring(name, "")
         if name not in self._watchers:
             self._watchers[name] = asyncio.ensure_future(self._supervise(name))
+
+    async def _bring(self, name: str, death: str) -> None:
+        """Starts `name`, again and again if it dies while it starts. `death`: why the one before died, if there was one."""
+        while name not in self._alive:
+            if death:
+                await self._mourn(name, death)
+            try:
+                await self._start(name)
+                self._alive.add(name)
+            except _PASSING as error:
+                death = str(error)
+                await self._context.kill(name)
 
     async def _start(self, name: str) -> None:
         config = self._config
@@ -254,60 +273,63 @@ class Company:
         self._ledger.note("started", actor=name, pid=pid)
 
     async def _supervise(self, name: str) -> None:
-        """Restarts `name` when it dies, with back-off; too many deaths stop the run, saying which."""
+        """Puts a new `name` in the place of each one that dies, with back-off; too many deaths stop the run."""
         try:
             while True:
                 reason = await self._context.watch(name)
-                deaths = self._deaths.setdefault(name, deque(maxlen=RESTARTS + 1))
-                deaths.append(self._context.clock.now())
-                self._proved.pop(name, None)
                 self._alive.discard(name)
-                self._ledger.say(f"{name} died ({reason}); starting a new one (death {len(deaths)} of at most {RESTARTS})")
-                self._ledger.died(name, reason)
-                await self._tell_pools()
-                if len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_WINDOW_S:
-                    raise TroupeError(f"{name} died {len(deaths)} times within {RESTART_WINDOW_S:g} s; last: {reason}")
-                await asyncio.sleep(min(10.0, 0.1 * 2 ** (len(deaths) - 1)))
-                await self._start(name)
-                self._alive.add(name)
-                await self._welcome(name)
+                self._proved.pop(name, None)
+                await self._bring(name, reason)
                 self._ledger.say(f"{name} is back")
-        except asyncio.CancelledError:
-            raise
+                await self._inform()
         except Exception as error:
             if not self.broken.done():
                 self.broken.set_exception(error if isinstance(error, TroupeError) else TroupeError(f"{name}: {error!r}"))
 
-    async def _welcome(self, name: str) -> None:
-        """What a new child must know before it can work."""
-        if name.startswith("generator-") and self._weights is not None:
+    async def _mourn(self, name: str, reason: str) -> None:
+        """Says that `name` died, tells the others, and waits a little. Raises if it dies too often."""
+        deaths = self._deaths.setdefault(name, deque(maxlen=RESTARTS + 1))
+        deaths.append(self._context.clock.now())
+        self._ledger.died(name, reason)
+        if len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_WINDOW_S:
+            raise TroupeError(f"{name} died {len(deaths)} times within {RESTART_WINDOW_S:g} s; last: {reason}")
+        self._ledger.say(f"{name} died ({reason}); starting a new one")
+        await self._tell_pools()
+        await asyncio.sleep(min(10.0, 0.1 * 2 ** (len(deaths) - 1)))
+
+    async def _keep_informed(self) -> None:
+        while True:
+            await asyncio.sleep(INFORM_S)
+            await self._inform()
+
+    async def _inform(self) -> None:
+        """Tells everybody again what they must know: which pools live, the current weights, who holds them, the version.
+        All of it is idempotent, so whatever message was lost, or sent before its receiver was born, arrives in the end."""
+        await self._tell_pools()
+        weights = self._weights
+        if weights is not None:
             async with self._publishing:
-                await self._refresh_weights()
-                await self._prove(name)
+                late = [n for n in self.generators() if n not in self._provers()]
+                with contextlib.suppress(*_PASSING):
+                    if late:
+                        await self._refresh_weights(self._weights or weights)
+                        await asyncio.gather(*(self._prove(name) for name in late))
             await self._route()
-        elif name.startswith("env-"):
-            await self._tell_pools()
-            await self._route()
-        elif name == "dispatcher":
-            await self._tell_pools()
-            if self.version >= 0:
-                dispatcher = self._context.ref(name, Dispatcher)
-                await within(60.0, "dispatcher.announce", dispatcher.announce(Announce(self.version)))
+        if self.version >= 0:
+            with contextlib.suppress(*_PASSING):
+                await within(60.0, "dispatcher.announce", self._dispatcher.announce(Announce(self.version)))
 
     async def _tell_pools(self) -> None:
         """Tells the dispatcher which pools live."""
-        alive = dict.fromkeys(self.pools(), self._config.env.slots)
-        try:
-            await within(60.0, "dispatcher.pools", self._context.ref("dispatcher", Dispatcher).pools(Pools(alive)))
-        except ActorLost:
-            return  # it learns of them when it is back
+        slots = dict.fromkeys(self.pools(), self._config.env.slots)
+        with contextlib.suppress(*_PASSING):
+            await within(60.0, "dispatcher.pools", self._dispatcher.pools(Pools(slots)))
 
     async def _scale_pools(self) -> None:
         have, want = self._of("env-"), {f"env-{i}" for i in range(self._wanted["env"])}
         await asyncio.gather(*(self._ensure(name) for name in sorted(want - have)))
         self._alive -= have - want
-        await self._tell_pools()
-        await self._route()
+        await self._inform()
         for name in sorted(have - want):
             await self._retire(name, EnvPool)
         self._ledger.say(f"environment actors: {len(self.pools())}")
@@ -316,10 +338,10 @@ class Company:
         have, want = self._of("generator-"), {f"generator-{i}" for i in range(self._wanted["generator"])}
         for name in sorted(want - have):
             await self._ensure(name)
-            await self._welcome(name)
+        self._alive -= have - want
         for name in have - want:
             self._proved.pop(name, None)
-        await self._route()
+        await self._inform()
         for name in sorted(have - want):
             await self._retire(name, Generator)
         self._ledger.say(f"generators: {len(self.generators())}")

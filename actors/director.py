@@ -9,8 +9,9 @@ Owns the step counter. Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from troupe.actors.company import Company, Parts
@@ -24,7 +25,7 @@ from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
 from troupe.envs import registry
-from troupe.protocol.errors import ActorLost, NotReady, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, EnvironmentFailed, NotReady, TimedOut
 from troupe.protocol.messages import (
     Ack,
     Batch,
@@ -49,6 +50,7 @@ from troupe.protocol.messages import (
 )
 
 _STEP_S = 3600.0
+_SHOWN_AT_ONCE = 32
 _DEMONSTRATIONS = 9_000_000_000
 """Demonstrations use task indices from here on; training groups stay below."""
 
@@ -148,10 +150,14 @@ class Director:
         config, learner = self._config, self._learner
         self._ledger.note("resumed" if self._ledger.known() else "begun", pid=os.getpid())
         await company.gather()
-        status = await company.patiently("learner.status", lambda: learner.status(Ping()))
-        if not status.started:
-            await self._cold_start(company)
-            await self._checkpoint(company)
+        while True:
+            status = await company.patiently("learner.status", lambda: learner.status(Ping()))
+            with contextlib.suppress(ActorLost, NotReady):  # a learner that is lost before its first checkpoint begins anew
+                if not status.started:
+                    await self._cold_start(company)
+                if status.step == 0:
+                    await self._checkpoint()
+                break
         self._step = status.step
         self._ledger.resume_at(status.step)
         await self._publish(company, await company.patiently("learner.weights", lambda: learner.weights(GetWeights())))
@@ -164,14 +170,16 @@ class Director:
             began = self._context.clock.now()
             batch = await self._batch(self._step + 1)
             waited = self._context.clock.now() - began
-            trained = await self._train(batch)
-            await self._publish(company, trained.weights)
+            trained = await self._train_and_publish(company, batch)
             self._step = trained.step
             await self._measure(company, trained, waited, self._context.clock.now() - began)
-            if self._step % config.checkpoint_every == 0 or self._step == config.steps:
-                await self._checkpoint(company)
+            if self._step % config.checkpoint_every == 0 and self._step < config.steps:
+                with contextlib.suppress(ActorLost, NotReady):  # a later one will do
+                    await self._checkpoint()
             if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
                 await self._evaluate(company, f"step {self._step}")
+        while await company.patiently("learner.save", self._checkpoint, _STEP_S) != config.steps:
+            await self._train_and_publish(company, await self._batch(config.steps))
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True
         await self._summarise()
@@ -183,7 +191,7 @@ class Director:
         shown = Demonstrations([], [], 0.0)
         if settings.steps:
             self._phase = "demonstrations"
-            shown = await self._demonstrations(company.pools())
+            shown = await self._demonstrations(company)
             self._ledger.say(f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful")
         self._phase = "cold start"
         message = ColdStart(shown, settings.steps, settings.batch)
@@ -191,33 +199,47 @@ class Director:
         try:
             while not work.done():
                 await asyncio.wait({work}, timeout=0.5)
-                status = await within(30.0, "learner.status", self._learner.status(Ping()))
-                self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
+                with contextlib.suppress(ActorLost, NotReady):
+                    status = await within(30.0, "learner.status", self._learner.status(Ping()))
+                    self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
             trained = await work
         finally:
             work.cancel()
         self._ledger.note("cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics)
 
-    async def _demonstrations(self, pools: list[str]) -> Demonstrations:
+    async def _demonstrations(self, company: Company) -> Demonstrations:
+        """What the scripted player shows, in the same order whichever pools live and die meanwhile."""
         settings, seed = self._config.cold_start, self._config.seed
         first = seed * 10_000_000_000 + _DEMONSTRATIONS
         tasks = [self._world.task("train", first + i) for i in range(settings.demonstrations)]
-        shown = await asyncio.gather(
-            *(
-                within(
-                    600.0,
-                    f"{name}.demonstrate",
-                    self._context.ref(name, EnvPool).demonstrate(
-                        Demonstrate(tasks[i :: len(pools)], settings.noise, self._limits.max_turns, seed * 1000 + i)
-                    ),
-                )
-                for i, name in enumerate(pools)
-            )
-        )
+        parts = [
+            Demonstrate(tasks[at : at + _SHOWN_AT_ONCE], settings.noise, self._limits.max_turns, seed * 1_000_000 + at)
+            for at in range(0, len(tasks), _SHOWN_AT_ONCE)
+        ]
+        waiting = deque(enumerate(parts))
+        shown: dict[int, Demonstrations] = {}
+
+        async def ask(pool: str) -> None:
+            while waiting:
+                at, part = waiting.popleft()
+                try:
+                    shown[at] = await within(600.0, f"{pool}.demonstrate", self._context.ref(pool, EnvPool).demonstrate(part))
+                    self._progress = len(shown) / len(parts)
+                except (ActorLost, NotReady):
+                    waiting.append((at, part))
+                    return  # the other pools, or the replacement, show it
+
+        while len(shown) < len(parts):
+            await asyncio.gather(*(ask(pool) for pool in company.pools()))
+            await asyncio.sleep(0.0 if len(shown) == len(parts) else 0.5)
+        ordered = [shown[at] for at in sorted(shown)]
+        count = sum(len(s.tokens) for s in ordered)
+        if not count:
+            raise EnvironmentFailed(f"no demonstration could be played; the last broke: {ordered[-1].broken}")
         return Demonstrations(
-            tokens=[t for s in shown for t in s.tokens],
-            supervised=[t for s in shown for t in s.supervised],
-            success=sum(s.success * len(s.tokens) for s in shown) / max(1, sum(len(s.tokens) for s in shown)),
+            tokens=[t for s in ordered for t in s.tokens],
+            supervised=[t for s in ordered for t in s.supervised],
+            success=sum(s.success * len(s.tokens) for s in ordered) / count,
         )
 
     async def _batch(self, step: int) -> Batch:
@@ -228,20 +250,21 @@ class Director:
                 batch = await within(60.0, "store.batch", self._store.batch(ask))
                 if batch.trajectories is not None:
                     return batch
-            except ActorLost:
+            except (ActorLost, NotReady):
                 await asyncio.sleep(0.2)
             await self._hear()
 
-    async def _train(self, batch: Batch) -> Trained:
+    async def _train_and_publish(self, company: Company, batch: Batch) -> Trained:
+        """Trains until the learner is at the batch's step and its weights have arrived. A learner that was lost comes
+        back at its newest checkpoint: the steps since then are replayed from the store."""
         while True:
             try:
                 status = await within(60.0, "learner.status", self._learner.status(Ping()))
-                replay = status.step + 1
-                if replay > batch.step:
-                    raise TroupeError(f"the learner is at step {status.step}, ahead of the run's step {batch.step - 1}")
+                replay = min(status.step + 1, batch.step)
                 work = batch if replay == batch.step else await self._batch(replay)
                 trained = await within(_STEP_S, "learner.train", self._learner.train(Train(work)))
                 if trained.step == batch.step:
+                    await self._publish(company, trained.weights)
                     return trained
                 self._ledger.say(f"the learner replayed step {trained.step} from the store")
             except (ActorLost, NotReady):
@@ -263,9 +286,11 @@ class Director:
         )
         await self._summarise()
 
-    async def _checkpoint(self, company: Company) -> None:
-        saved = await company.patiently("learner.save", lambda: self._learner.save(SaveCheckpoint()), seconds=_STEP_S)
+    async def _checkpoint(self) -> int:
+        """Lets the learner save its step, and returns which that was."""
+        saved = await within(_STEP_S, "learner.save", self._learner.save(SaveCheckpoint()))
         self._ledger.note("checkpoint", step=saved.step, path=os.path.relpath(saved.path, self._ledger.folder))
+        return saved.step
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
@@ -278,7 +303,7 @@ class Director:
                 for n in company.generators()
             ]
             busy["generator_busy"] = sum(shares) / max(1, len(shares))
-        except (ActorLost, TimedOut):
+        except (ActorLost, NotReady, TimedOut):
             pass  # a share that nobody could tell is left out
         states = company.roll_call()
         self._ledger.measure(
@@ -297,7 +322,7 @@ class Director:
         """Passes on what the dispatcher has to say. Raises what broke it."""
         try:
             self._counts = await within(30.0, "dispatcher.status", self._dispatcher.status(Ping()))
-        except ActorLost:
+        except (ActorLost, NotReady):
             return
         said = Counter(self._counts.events)
         for sentence in (said - self._heard).elements():

@@ -98,6 +98,7 @@ class Dispatcher:
         self._used: Counter[str] = Counter()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._ordinals: dict[int, int] = {}
+        self._holes: dict[int, list[int]] = {}
         self._committed: dict[int, set[int]] = {}
         self._active: dict[int, set[int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,7 +140,6 @@ class Dispatcher:
         """Which pools take episodes now."""
         for name in message.slots:
             if name not in self._slots:
-                self._used[name] = 0
                 await self._clear(name)
         self._slots = dict(message.slots)
         self._wake()
@@ -334,11 +334,11 @@ class Dispatcher:
             return await within(
                 group.limits.episode_s + 120.0, f"{pool}.run_episode({episode})", self._pool(pool).run_episode(message)
             )
-        except ActorLost as error:
+        except (ActorLost, TimedOut, NotReady, Overloaded) as error:
             reason = str(error)
+            # Perhaps only the message was lost and the pool lives: then it must not go on with this attempt. It gets no
+            # more episodes until the company says again that it lives.
             self._slots.pop(pool, None)
-        except (TimedOut, NotReady, Overloaded) as error:
-            reason = str(error)
             await self._clear(pool, episode, attempt)
         finally:
             self._release(pool)
@@ -402,8 +402,8 @@ class Dispatcher:
         last = self._first_attempt - 1 if attempt is None else attempt
         try:
             await within(30.0, f"{pool}.cancel", self._pool(pool).cancel(CancelEpisode(episode, last)))
-        except (ActorLost, TimedOut) as error:
-            self._note(str(error))
+        except (ActorLost, NotReady, TimedOut):
+            return  # it is gone, and what it ran with it
 
     async def _fence(self, episode: str, attempt: int) -> None:
         await self._patiently("store.fence", lambda: self._store.fence(Fence(episode, attempt)))

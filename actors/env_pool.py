@@ -98,7 +98,6 @@ class EnvPool:
         rng = random.Random(message.seed)
         shown = Demonstrations([], [], 0.0)
         wins = 0
-        broken: TroupeError | None = None
         for number, task in enumerate(message.tasks):
             if number % 16 == 0:
                 await asyncio.sleep(0)
@@ -132,14 +131,12 @@ class EnvPool:
                     add(self._renderer.closing(tokens), False)
                     observation = result.text
             except (EnvironmentFailed, TimedOut) as error:
-                broken = error  # a demonstration that broke is left out; the others still teach
+                shown.broken = str(error)  # a demonstration that broke is left out; the others still teach
                 continue
             finally:
                 await driver.close()
             shown.tokens.append(np.asarray(ids, np.int32))
             shown.supervised.append(np.asarray(supervised, np.int32))
-        if broken is not None and not shown.tokens:
-            raise broken
         shown.success = wins / max(1, len(shown.tokens))
         return shown
 

@@ -219,9 +219,10 @@ class _Hosted:
     async def begin(self) -> PackedError | int:
         threading.Thread(target=self._end_with_lease, daemon=True, name="lease").start()
         try:
-            self._actor = self._cls(self._context, **self._kwargs)
-            if hasattr(self._actor, "start"):
-                await self._actor.start()
+            actor = self._cls(self._context, **self._kwargs)
+            if hasattr(actor, "start"):
+                await actor.start()
+            self._actor = actor
         except Exception as error:
             return self._packed(error, "start")
         return os.getpid()

@@ -70,6 +70,7 @@ class Learner:
         self._started = False
         self._working = asyncio.Lock()
         self._weights: Weights | None = None
+        self._measured: dict[str, float] = {}
         self._busy = 0.0
         self._since = time.monotonic()
         self._progress = 0.0
@@ -106,15 +107,18 @@ class Learner:
             return Trained(0, await self._publish(), metrics)
 
     async def train(self, message: Train) -> Trained:
-        """One training step. Raises NotReady unless the batch is for the step after the learner's."""
+        """One training step; asked again for the step that it has just done, it answers the same. Raises NotReady
+        unless the batch is for the step after the learner's."""
         async with self._working:
+            if message.batch.step == self._trainer.step:
+                return Trained(self._trainer.step, self._weights or await self._publish(), self._measured)
             if message.batch.step != self._trainer.step + 1 or message.batch.trajectories is None:
                 raise NotReady(
                     f"the learner is at step {self._trainer.step} and was given a batch for step {message.batch.step}"
                 )
             table = await self._context.blobs.get(message.batch.trajectories)
-            metrics = await self._work(lambda: self._trainer.train(from_table(table)))
-            return Trained(self._trainer.step, await self._publish(), metrics)
+            self._measured = await self._work(lambda: self._trainer.train(from_table(table)))
+            return Trained(self._trainer.step, await self._publish(), self._measured)
 
     async def weights(self, message: GetWeights) -> Weights:
         """The newest weights. Raises NotReady before the cold start."""
@@ -127,7 +131,10 @@ class Learner:
             return self._weights
 
     async def save(self, message: SaveCheckpoint) -> Saved:
-        """Writes `checkpoints/step-N`, complete or not at all, and drops the oldest beyond `keep`."""
+        """Writes `checkpoints/step-N`, complete or not at all, and drops the oldest beyond `keep`. Raises NotReady
+        before the cold start."""
+        if not self._started:
+            raise NotReady("the learner has nothing to save before its cold start")
         async with self._working:
             path = os.path.join(self._folder, f"step-{self._trainer.step}")
             if not os.path.isdir(path):

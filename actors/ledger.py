@@ -93,13 +93,15 @@ class Ledger:
         self._to_board(step, values)
 
     def _to_board(self, step: int, values: dict[str, float]) -> None:
-        if self._board is None:
-            from tensorboardX import SummaryWriter
+        # TensorBoard's own writer: unlike its wrappers it needs neither TensorFlow nor torch in this process.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            self._board = SummaryWriter(self.path("tensorboard"))
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
+        if self._board is None:
+            self._board = EventFileWriter(self.path("tensorboard"))
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._board.add_event(Event(wall_time=self._clock.now(), step=step, summary=Summary(value=scalars)))
         self._board.flush()
 
     # -- summary -----------------------------------------------------------------------------------------------------

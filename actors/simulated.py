@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from troupe.actors.context import Blobs, Clock
 from troupe.protocol import codec
-from troupe.protocol.errors import ActorLost, PackedError, TroupeError, pack, unpack
+from troupe.protocol.errors import ActorLost, NotReady, PackedError, TroupeError, pack, unpack
 from troupe.protocol.messages import Ack, Blob
 
 T = TypeVar("T")
@@ -213,9 +213,10 @@ class SimulatedContext:
         actor = simulation.actors[name] = _Actor(name, simulation.loop.create_future())
 
         async def begin() -> None:
-            actor.instance = cls(SimulatedContext(name, simulation), **kwargs)
-            if hasattr(actor.instance, "start"):
-                await actor.instance.start()
+            instance = cls(SimulatedContext(name, simulation), **kwargs)
+            if hasattr(instance, "start"):
+                await instance.start()
+            actor.instance = instance
 
         try:
             await _answer(actor, _inside(actor, begin()), "start")
@@ -263,7 +264,7 @@ async def _call(simulation: Simulation, name: str, method: str, message: Any) ->
     dice, chaos = simulation.dice, simulation.chaos
     await asyncio.sleep(simulation.travel())
     actor = simulation.actors.get(name)
-    if actor is None or actor.instance is None:
+    if actor is None:
         raise ActorLost(f"there is no actor '{name}' at the moment")
     if dice.random() < chaos.lose_request:
         raise ActorLost(f"'{method}' did not reach {name}")
@@ -271,6 +272,8 @@ async def _call(simulation: Simulation, name: str, method: str, message: Any) ->
     async def handle() -> tuple[bytes, list[Any]]:
         try:
             request = codec.decode(data, blobs)
+            if actor.instance is None:
+                raise NotReady(f"{name} is still starting")
             function = getattr(actor.instance, method)
             reply = await (function() if isinstance(request, Ack) else function(request))
             return codec.encode(reply if reply is not None else Ack())

@@ -16,9 +16,7 @@ def register(app: typer.Typer) -> None:
         port: Annotated[int, typer.Option(help="port of the HTTP door")] = 8000,
         host: Annotated[str, typer.Option(help="address it listens on; anyone who reaches it may ask")] = "127.0.0.1",
         replicas: Annotated[int | None, typer.Option(min=1, help="generators (default: as many as the run had)")] = None,
-        checkpoint: Annotated[
-            str | None, typer.Option(help="step-N, or a checkpoint folder (default: the newest)")
-        ] = None,
+        checkpoint: Annotated[str | None, typer.Option(help="step-N, or a checkpoint folder (default: the newest)")] = None,
     ) -> None:
         """Serves a run's policy over HTTP, as OpenAI does, until Ctrl-C.
 
@@ -48,6 +46,4 @@ def register(app: typer.Typer) -> None:
         """
         from troupe.cluster.submit import submit as start
 
-        raise typer.Exit(
-            start(recipe, address=address, overrides=set_, steps=steps, seed=seed, run_dir=run_dir, wait=wait)
-        )
+        raise typer.Exit(start(recipe, address=address, overrides=set_, steps=steps, seed=seed, run_dir=run_dir, wait=wait))

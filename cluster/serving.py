@@ -65,9 +65,7 @@ def serve(
             asyncio.run(_keep(context, keeper, found, lambda held: say(_ready(url, folder.name, held)), say))
 
 
-async def _keep(
-    context: Any, keeper: dict[str, Any], found: Checkpoint, ready: Callable[[Checkpoint], None], say: Any
-) -> None:
+async def _keep(context: Any, keeper: dict[str, Any], found: Checkpoint, ready: Callable[[Checkpoint], None], say: Any) -> None:
     """Keeps a keeper alive, and passes on what it says. Raises what it cannot recover from."""
     ref = context.ref("keeper", Keeper)
     told = False
@@ -87,9 +85,7 @@ async def _keep(
                 seen = status.events_total
                 if status.error:
                     raise TroupeError(status.error)
-                found = Checkpoint(
-                    Path(status.metrics["checkpoint"]), status.version, str(status.metrics["checksum"])
-                )
+                found = Checkpoint(Path(status.metrics["checkpoint"]), status.version, str(status.metrics["checksum"]))
                 await asyncio.sleep(_LOOK_S)
         except (ActorLost, TimedOut) as error:
             say(f"{error}; starting a new keeper with version {found.version}")
@@ -110,9 +106,7 @@ def read_weights(folder: str, model: ModelConfig, seed: int) -> tuple[str, dict[
     tensors = tensors_of(policy)
     checksum = checksum_of(tensors)
     if checksum != found.checksum:
-        raise CheckpointError(
-            f"'{folder}' is damaged: its weights have checksum {checksum}, written were {found.checksum}"
-        )
+        raise CheckpointError(f"'{folder}' is damaged: its weights have checksum {checksum}, written were {found.checksum}")
     return checksum, tensors
 
 

@@ -203,9 +203,7 @@ def _shipped(here: Path) -> Iterator[Path]:
 
     ignored = get_excludes_from_ignore_files(here, include_gitignore=True)
     for root, folders, files in os.walk(here):
-        folders[:] = [
-            f for f in folders if f not in EXCLUDED and not any(match(Path(root, f)) for match in ignored)
-        ]
+        folders[:] = [f for f in folders if f not in EXCLUDED and not any(match(Path(root, f)) for match in ignored)]
         for name in files:
             path = Path(root, name)
             if path.is_file() and not any(match(path) for match in ignored):

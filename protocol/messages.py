@@ -213,12 +213,14 @@ class Demonstrate:
 
 @dataclass(slots=True)
 class Demonstrations:
-    """Demonstrations as trajectories whose assistant tokens are the teacher's: `supervised` [n] says which they are."""
+    """Demonstrations as trajectories whose assistant tokens are the teacher's: `supervised` [n] says which they are.
+    `broken`: why the last one that broke did, if any."""
 
     __pydantic_config__ = _CONFIG
     tokens: list[Int32]
     supervised: list[Int32]
     success: float
+    broken: str = ""
 
 
 # -- dispatcher ------------------------------------------------------------------------------------------------------

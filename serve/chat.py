@@ -137,8 +137,7 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 def logprobs(tokens: list[tuple[str, float]]) -> dict[str, Any]:
     """`choice.logprobs` for (token text, natural logarithm of its probability) pairs."""
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []} for text, logprob in tokens
     ]
     return {"content": content, "refusal": None}
 

@@ -144,9 +144,7 @@ class Gateway:
         prompt = render(renderer, request.messages)
         return len(prompt), self._pieces(request, renderer, prompt, choices)
 
-    async def _pieces(
-        self, request: ChatRequest, renderer: ChatML, prompt: list[int], choices: int
-    ) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: ChatRequest, renderer: ChatML, prompt: list[int], choices: int) -> AsyncIterator[Piece]:
         seed = request.seed if request.seed is not None else secrets.randbits(48)
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         speaking = [
@@ -219,7 +217,9 @@ class Gateway:
 
     async def _ask(self) -> None:
         """Learns the version and who may answer. A leader that is being replaced changes nothing."""
-        leader = self._context.ref(self._leader, Director if self._training else Keeper)
+        leader: Director | Keeper = (
+            self._context.ref("director", Director) if self._training else self._context.ref("keeper", Keeper)
+        )
         async with self._asking:
             try:
                 status: RunStatus = await within(5.0, self._leader, leader.status(GetStatus(_ALL_EVENTS_SEEN)))
@@ -274,9 +274,7 @@ class Speech:
         self._told = 0
         self.sampled = 0
 
-    def hear(
-        self, tokens: list[int], logprobs: list[float], *, last: bool
-    ) -> tuple[str, list[tuple[str, float]], bool]:
+    def hear(self, tokens: list[int], logprobs: list[float], *, last: bool) -> tuple[str, list[tuple[str, float]], bool]:
         """Returns the new text, with logprobs also the tokens (text, logprob) that begin in it, and whether a stop string
         was reached. Neither the end of the turn nor a stop string is part of the text."""
         self.sampled += len(tokens)

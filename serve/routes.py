@@ -130,9 +130,7 @@ def application(gateway: Gateway) -> FastAPI:
     return app
 
 
-async def _whole(
-    shapes: chat.Shapes, request: ChatRequest, prompt: int, pieces: AsyncIterator[Piece]
-) -> dict[str, Any]:
+async def _whole(shapes: chat.Shapes, request: ChatRequest, prompt: int, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
     choices = request.n or 1
     texts: list[str] = [""] * choices
     tokens: list[list[tuple[str, float]]] = [[] for _ in range(choices)]

@@ -92,9 +92,7 @@ def test_a_run_folder_that_exists_is_refused(project: Path, listener: str) -> No
         submit("recipes/small.toml", address=listener, run_dir="runs/old")
 
 
-def test_too_big_a_folder_is_refused_naming_what_is_big_and_ignored_files_do_not_count(
-    project: Path, listener: str
-) -> None:
+def test_too_big_a_folder_is_refused_naming_what_is_big_and_ignored_files_do_not_count(project: Path, listener: str) -> None:
     for name in ("data.bin", "runs.bin"):
         with open(project / name, "wb") as file:
             file.truncate((MAX_MIB + 1) * 2**20)

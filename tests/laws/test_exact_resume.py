@@ -10,7 +10,7 @@ from troupe.actors.simulated import Chaos
 from troupe.cluster.run import Run
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(30))
 def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_trains(simulated_run, seed):
     calm = simulated_run()
     calm.play(0)
@@ -19,7 +19,7 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
     assert stormy.weights() == calm.weights(), stormy.crashes
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(16))
 def test_each_episode_is_stored_exactly_once_whatever_is_lost_on_the_way(simulated_run, seed):
     run = simulated_run()
     run.play(seed, crashes=4, until_s=20.0, chaos=Chaos(lose_request=0.01, lose_reply=0.01))

@@ -16,7 +16,7 @@ def test_no_trained_token_is_older_than_the_staleness_budget(simulated_run, max_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_generator_that_holds_other_weights_than_were_sent_is_replaced_before_it_works(simulated_run, seed):
-    run = simulated_run(liar=0.2)
+    run = simulated_run(liar=0.4)
     run.play(seed)
     journal = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
     announced = {row["version"]: row["checksum"] for row in journal if row["event"] == "announced"}

@@ -39,9 +39,7 @@ def make_run(folder: Path, hidden: int = 32) -> Path:
     folder.mkdir(parents=True)
     config = RunConfig(name="tiny")
     recipes.write(config, folder / "config.toml")
-    model = make_tiny(
-        folder / "model", ["hello world, the lake is frozen"], hidden=hidden, layers=2, heads=2, context=CONTEXT
-    )
+    model = make_tiny(folder / "model", ["hello world, the lake is frozen"], hidden=hidden, layers=2, heads=2, context=CONTEXT)
     for step in range(3):
         policy = load(config.model_settings(str(model)), seed=step)
         checkpoint.write(folder / "checkpoints" / f"step-{step}", policy, model, optimiser={}, step=step, seed=0)
