@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -62,7 +61,7 @@ class Company:
         self._proved: dict[str, int] = {}
         self._alive: set[str] = set()
         self._watchers: dict[str, asyncio.Task[None]] = {}
-        self._deaths: dict[str, deque[float]] = {}
+        self._deaths: dict[str, list[float]] = {}
         self._publishing = asyncio.Lock()
         self._scaling = asyncio.Lock()
         self._dispatcher = context.ref("dispatcher", Dispatcher)
@@ -158,7 +157,7 @@ class Company:
     async def _prove(self, name: str) -> None:
         """Loads the current weights into one generator. One that cannot prove them is put out of the company."""
         assert self._weights is not None
-        weights = self._weights
+        weights, life = self._weights, len(self._deaths.get(name, ()))
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
         except (ActorLost, NotReady):
@@ -169,7 +168,8 @@ class Company:
             self._ledger.say(f"{name}: {error}")
             await self._context.kill(name)
             return
-        self._proved[name] = held.version
+        if life == len(self._deaths.get(name, ())) and name in self._alive:  # else the one that proved it is dead
+            self._proved[name] = held.version
 
     def _provers(self) -> list[str]:
         """Generators that have proved the current weights."""
@@ -288,14 +288,15 @@ class Company:
 
     async def _mourn(self, name: str, reason: str) -> None:
         """Says that `name` died, tells the others, and waits a little. Raises if it dies too often."""
-        deaths = self._deaths.setdefault(name, deque(maxlen=RESTARTS + 1))
+        deaths = self._deaths.setdefault(name, [])
         deaths.append(self._context.clock.now())
         self._ledger.died(name, reason)
-        if len(deaths) > RESTARTS and deaths[-1] - deaths[0] < RESTART_WINDOW_S:
-            raise TroupeError(f"{name} died {len(deaths)} times within {RESTART_WINDOW_S:g} s; last: {reason}")
+        recent = sum(moment > deaths[-1] - RESTART_WINDOW_S for moment in deaths)
+        if recent > RESTARTS:
+            raise TroupeError(f"{name} died {recent} times within {RESTART_WINDOW_S:g} s; last: {reason}")
         self._ledger.say(f"{name} died ({reason}); starting a new one")
         await self._tell_pools()
-        await asyncio.sleep(min(10.0, 0.1 * 2 ** (len(deaths) - 1)))
+        await asyncio.sleep(min(10.0, 0.1 * 2 ** (recent - 1)))
 
     async def _keep_informed(self) -> None:
         while True:

@@ -70,7 +70,12 @@ class Context(Protocol):
 
 async def within(seconds: float, culprit: str, work: Awaitable[T]) -> T:
     """Awaits `work` for at most `seconds`; then TimedOut naming `culprit` (law 10)."""
+    # Not wait_for: it can lose a cancellation that arrives together with the answer.
+    limit = asyncio.timeout(seconds)
     try:
-        return await asyncio.wait_for(work, seconds)
+        async with limit:
+            return await work
     except TimeoutError as error:
+        if not limit.expired():
+            raise
         raise TimedOut(f"{culprit} has not answered for {seconds:g} s") from error

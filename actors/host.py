@@ -73,7 +73,8 @@ class _Method:
         try:
             handle = proxy.handle()
             group = handle.control if self._name in _CONTROL else handle.call
-            reply, refs = await asyncio.wait_for(group.remote(self._name, data, blobs), LONGEST_CALL_S)
+            async with asyncio.timeout(LONGEST_CALL_S):
+                reply, refs = await group.remote(self._name, data, blobs)
         except _LOST as error:
             proxy.forget()
             raise ActorLost(f"{proxy.name} was lost during '{self._name}': {_first_line(error)}") from error

@@ -84,17 +84,19 @@ class Learner:
             self._started = True
 
     async def cold_start(self, message: ColdStart) -> Trained:
-        """Supervised steps; the result is version 0. With `steps` 0 the initial weights are version 0."""
+        """Supervised steps; the result is version 0. With `steps` 0 the initial weights are version 0. Done once: who asks
+        again (a new director, say) is told what came of it."""
         async with self._working:
+            if self._started:
+                return Trained(self._trainer.step, self._weights or await self._publish(), self._measured)
 
             def progress(done: int, steps: int, loss: float) -> None:
                 self._progress = done / steps
                 self._detail = {"cold_start_loss": loss}
 
             shown = message.demonstrations
-            metrics: dict[str, float] = {}
             if message.steps:
-                metrics = await self._work(
+                self._measured = await self._work(
                     lambda: self._trainer.cold_start(
                         list(shown.tokens),
                         list(shown.supervised),
@@ -104,7 +106,7 @@ class Learner:
                     )
                 )
             self._started = True
-            return Trained(0, await self._publish(), metrics)
+            return Trained(0, await self._publish(), self._measured)
 
     async def train(self, message: Train) -> Trained:
         """One training step; asked again for the step that it has just done, it answers the same. Raises NotReady

@@ -52,11 +52,12 @@ class Router:
             try:
                 generator = self._context.ref(name, Generator)
                 return await within(self._generate_s, f"{name}.generate", generator.generate(request))
-            except ActorLost as error:
+            except (ActorLost, NotReady) as error:
+                # Gone, or a replacement that has proved nothing yet: it comes back with the next routes.
                 reason = str(error)
                 self._drop(name)
                 self.reissued += 1
-            except (NotReady, Overloaded) as error:
+            except Overloaded as error:
                 reason = str(error)
                 if self._context.clock.now() >= deadline:
                     raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}") from error

@@ -71,7 +71,8 @@ class Learned:
     """How one side did. Seconds are since its process was started, unless they are said to be of something.
 
     curve: (seconds, steps, success) of each evaluation. starting_s: until the cold start could begin (Troupe) or the
-    first step could (TRL). step_s: each training step, without evaluations.
+    first step could (TRL). step_s: each training step, without evaluations. rollout_s: of each, playing (TRL only:
+    Troupe plays beside learning).
     """
 
     seconds: float | None = None
@@ -80,12 +81,20 @@ class Learned:
     cold_start_s: float = 0.0
     evaluation_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
+    rollout_s: list[float] = field(default_factory=list)
 
     def score(self, seconds: float, step: int, success: float) -> None:
         """Takes an evaluation down."""
         self.curve.append((round(seconds, 1), step, round(success, 3)))
         if self.seconds is None and success >= TARGET:
             self.seconds = round(seconds, 1)
+
+    def pace(self) -> float | None:
+        """Mean seconds a step from the first evaluation to the last, on this side's clock."""
+        if len(self.curve) < 2:
+            return None
+        (began, _, _), (ended, steps, _) = self.curve[0], self.curve[-1]
+        return round((ended - began) / steps, 3)
 
     def about(self) -> dict[str, Any]:
         """For the context of a line."""
@@ -139,17 +148,19 @@ def main(
             **about,
         },
     )
-    mine, other = (statistics.median(side.step_s) if side.step_s else None for side in (ours, theirs))
+    mine, other = _median(ours.step_s), _median(theirs.step_s)
     _print(
         name="seconds_per_step",
-        value=round(mine, 3) if mine else None,
+        value=mine,
         unit="s",
         compared_with=compared,
         context={
             "trl_over_troupe": round(other / mine, 2) if mine and other else None,
-            "trl": round(other, 3) if other else None,
+            "trl": other,
             "steps": {"troupe": len(ours.step_s), "trl": len(theirs.step_s)},
-            "mean": {"troupe": _mean(ours.step_s), "trl": _mean(theirs.step_s)},
+            "trl_rollout": _median(theirs.rollout_s),
+            # what a step came to over the whole training: Troupe's evaluations too, in which it samples ahead
+            "mean_over_all": {"troupe": ours.pace(), "trl": theirs.pace()},
             **about,
         },
     )
@@ -214,12 +225,14 @@ def with_trl(run: str, cold_start_s: float, budget: float, began: float) -> Lear
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+    from transformers.utils.logging import disable_progress_bar
     from trl import GRPOConfig, GRPOTrainer
 
     config = recipes.read(str(Path(run) / "config.toml"))
     folder = str(Path(run) / "checkpoints" / "step-0" / "model")
     learner, rollout = config.learner, config.rollout
     torch.set_num_threads(learner.threads)
+    disable_progress_bar()
     lakes = Lakes(config, folder)
     learned = Learned(cold_start_s=cold_start_s)
 
@@ -302,6 +315,7 @@ def with_trl(run: str, cold_start_s: float, budget: float, began: float) -> Lear
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
+    learned.rollout_s = lakes.seconds
     return learned
 
 
@@ -314,6 +328,8 @@ class Lakes:
         self._kind = registry.find(config.env.name)
         self._turns = config.env.max_turns or self._kind.max_turns
         self._tasks: dict[str, Task] = {}
+        self.seconds: list[float] = []
+        """What each call of `play` took."""
 
     def prompts(self) -> list[list[dict[str, str]]]:
         """The first observations of the tasks that the dispatcher deals in steps 1, 2, …, in its order."""
@@ -332,6 +348,7 @@ class Lakes:
         """A rollout_func: one episode a prompt, a turn of all live ones at a time. env_mask is 1 where the policy spoke."""
         import torch
 
+        began = time.perf_counter()
         model = trainer.accelerator.unwrap_model(trainer.model)
         episodes = [self._episode(prompt[0]["content"]) for prompt in prompts]
         model.eval()
@@ -351,6 +368,7 @@ class Lakes:
             for episode, said in zip(live, new[:, width:].tolist(), strict=True):
                 episode.act(said)
         model.train()
+        self.seconds.append(time.perf_counter() - began)
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
             "completion_ids": [episode.completion for episode in episodes],
@@ -444,8 +462,8 @@ async def held_out(config: RunConfig, folder: str, model: Any) -> float:
         await engine.close()
 
 
-def _mean(seconds: list[float]) -> float | None:
-    return round(statistics.mean(seconds), 3) if seconds else None
+def _median(seconds: list[float]) -> float | None:
+    return round(statistics.median(seconds), 3) if seconds else None
 
 
 def _tell(who: str, learned: Learned) -> None:

@@ -81,6 +81,7 @@ def train(
         from troupe.serve.app import door
 
         beside = door(port)
+        print(f"The newest announced policy answers at http://127.0.0.1:{port}/v1 once training begins.")
     import os
 
     where = f"ray {address or os.environ.get('RAY_ADDRESS') or 'local'} · {os.cpu_count()} cores"

@@ -32,6 +32,10 @@ from troupe.protocol.messages import GetStatus, RunStatus, Stop
 
 _TEMPORARY = "troupe-ray-"
 _STOP_S = 20.0
+_SAME_SIGNAL_S = 1.0
+"""Wrappers pass one Ctrl-C on twice: to the process and to its group."""
+_LONGEST_TMPDIR = 50
+"""Ray's sockets lie in its folder, and the name of a socket has at most 107 bytes."""
 
 
 @dataclass(slots=True)
@@ -124,7 +128,9 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
             except (ConnectionError, RuntimeError) as error:
                 raise ConfigError(f"no Ray cluster at '{address}': {str(error).splitlines()[0]}") from error
         else:
-            temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-")
+            short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
+            temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=short)
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", temporary)  # else torch leaves a folder beside it
             ray.init(_temp_dir=temporary, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
         yield ray.get_runtime_context().gcs_address
     finally:
@@ -135,7 +141,7 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
 
 def _remove_abandoned() -> None:
     """Removes temporary folders of launchers that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"):
+    for path in [*Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*"), *Path("/tmp").glob(f"{_TEMPORARY}*")]:
         pid = path.name.removeprefix(_TEMPORARY).split("-")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
             shutil.rmtree(path, ignore_errors=True)
@@ -249,10 +255,15 @@ async def _interruptible() -> AsyncIterator[asyncio.Event]:
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()
 
+    first = 0.0
+
     def on_signal() -> None:
-        if interrupted.is_set():
+        nonlocal first
+        if not interrupted.is_set():
+            first = loop.time()
+            interrupted.set()
+        elif loop.time() - first > _SAME_SIGNAL_S:
             os._exit(130)
-        interrupted.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
@@ -284,9 +295,7 @@ def _attached(path: str) -> Iterator[Any]:
     from troupe.actors.host import RayContext
 
     try:
-        ray.init(
-            address=known["address"], namespace=known["namespace"], logging_level=logging.ERROR, log_to_driver=False
-        )
+        ray.init(address=known["address"], namespace=known["namespace"], logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:
         raise ConfigError(f"'{path}' does not answer at {known['address']}: {str(error).splitlines()[0]}") from error
     try:

@@ -74,9 +74,7 @@ class Progress:
             done, total = status.step, status.steps
         else:
             loss = m.get("cold_start_loss")
-            lines = [
-                f"{status.phase}" + (f"   loss {loss:.3f}" if loss is not None and status.phase == "cold start" else "")
-            ]
+            lines = [f"{status.phase}" + (f"   loss {loss:.3f}" if loss is not None and status.phase == "cold start" else "")]
             done, total = int(status.progress * 100) if status.phase == "cold start" else 0, 100
         body = [Text(" " + line) for line in lines]
         bar = ProgressBar(total=max(1, total), completed=done, width=60)

@@ -175,4 +175,3 @@ class FrozenLake(TextWorld):
             yield world.reset(task)
             yield world.play(world.rng, noise=1.0)
             yield world._observation(("say left right up or down", "moved", "stayed")[index % 3])
-

@@ -32,9 +32,7 @@ class State:
     optimiser: dict[str, Any]
 
 
-def write(
-    folder: Path, model: torch.nn.Module, source: Path, *, optimiser: dict[str, Any], step: int, seed: int
-) -> None:
+def write(folder: Path, model: torch.nn.Module, source: Path, *, optimiser: dict[str, Any], step: int, seed: int) -> None:
     """Writes beside `folder`, makes it durable, then renames. `source`: the model folder with the tokenizer."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"

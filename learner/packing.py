@@ -150,7 +150,12 @@ def logprobs(model: tuple[Any, Any], row: Row, *, entropy: Entropy = "skip") -> 
     parts = [
         # the backward pass makes each chunk's logits again instead of keeping them all
         checkpoint(
-            _predict, head, hidden[i : i + step], row.targets[i : i + step], row.temperature[i : i + step], entropy,
+            _predict,
+            head,
+            hidden[i : i + step],
+            row.targets[i : i + step],
+            row.temperature[i : i + step],
+            entropy,
             use_reentrant=False,
         )
         for i in range(0, len(row.at), step)
@@ -194,8 +199,6 @@ def _attention(
             ones = torch.ones(n, n, dtype=torch.bool, device=q.device)
             mask = ones.tril() & ones.triu(1 - sliding_window)
         outputs.append(
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-            )
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped)
         )
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

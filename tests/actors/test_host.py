@@ -53,7 +53,7 @@ def worker_class() -> type[Any]:
             raise KeyError("oops")
 
         async def block(self, message: Ping) -> None:
-            time.sleep(3)
+            time.sleep(3)  # noqa: ASYNC251 (blocking the loop is what is tested)
 
         async def hold(self, message: Weights) -> WeightsHeld:
             tensors = await self.context.blobs.get(message.tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from troupe.learner.tiny import make_tiny
 from troupe.protocol.messages import Generate, Generated, Limits, RunEpisode, Sampling
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Task, Trajectory
 
+Turns = list[tuple[str, list[int], bool]]
 ANY_TEXT = st.one_of(st.text(max_size=20), st.sampled_from(["", "<|im_end|>", "<|im_start|>assistant\n", "<think>x</think>"]))
 TURNS = st.lists(st.tuples(ANY_TEXT, st.lists(st.integers(0, 259), max_size=6), st.booleans()), min_size=1, max_size=5)
 
@@ -39,7 +39,7 @@ class Scripted:
         return Generated(np.asarray(said, np.int32), logprobs, np.full(len(said), len(self.fed), np.int32), finish)
 
 
-def record(renderer: ChatML, turns: list[tuple[str, list[int], bool]]) -> tuple[Recorder, Scripted, list[list[int]]]:
+def record(renderer: ChatML, turns: Turns) -> tuple[Recorder, Scripted, list[list[int]]]:
     end = renderer.stop_ids[0]
     said = [ids + [end] * stops for _, ids, stops in turns]
     engine = Scripted(said)
@@ -58,7 +58,9 @@ def record(renderer: ChatML, turns: list[tuple[str, list[int], bool]]) -> tuple[
 
 
 @given(turns=TURNS)
-def test_each_prompt_extends_what_was_fed_and_sampled_before(renderer: ChatML, turns: list[tuple[str, list[int], bool]]) -> None:
+def test_each_prompt_extends_what_was_fed_and_sampled_before(
+    renderer: ChatML, turns: list[tuple[str, list[int], bool]]
+) -> None:
     recorder, engine, said = record(renderer, turns)
     for index in range(1, len(said)):
         before = engine.fed[index - 1] + said[index - 1]
@@ -69,7 +71,7 @@ def test_each_prompt_extends_what_was_fed_and_sampled_before(renderer: ChatML, t
 
 
 @given(turns=TURNS)
-def test_exactly_the_sampled_tokens_are_policy_tokens(renderer: ChatML, turns: list[tuple[str, list[int], bool]]) -> None:
+def test_exactly_the_sampled_tokens_are_policy_tokens(renderer: ChatML, turns: Turns) -> None:
     recorder, engine, said = record(renderer, turns)
     ids = np.concatenate([node.tokens for node in recorder.nodes])
     policy = np.concatenate([node.provenance for node in recorder.nodes]) == POLICY

@@ -203,9 +203,7 @@ def test_a_gradient_that_is_not_finite_is_refused(tiny: str, batch: list[Traject
         t.train(batch)
 
 
-def test_a_users_advantage_may_differ_by_token(
-    make_trajectory: Make, batch: list[Trajectory], tmp_path: Path
-) -> None:
+def test_a_users_advantage_may_differ_by_token(make_trajectory: Make, batch: list[Trajectory], tmp_path: Path) -> None:
     """One number per policy token, in node order, also where branches take the nodes in another order."""
     file = tmp_path / "token_advantage.py"
     file.write_text(
@@ -234,9 +232,7 @@ def test_a_users_advantage_may_differ_by_token(
 
 
 @pytest.mark.parametrize("kind", [FULL, BF16, LORA])
-def test_going_on_from_a_checkpoint_is_bit_identical(
-    tiny: str, batch: list[Trajectory], scratch: Path, kind: str
-) -> None:
+def test_going_on_from_a_checkpoint_is_bit_identical(tiny: str, batch: list[Trajectory], scratch: Path, kind: str) -> None:
     whole = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5)
     whole.cold_start(*demonstrations(), steps=2, batch=4)
     for step in range(4):
