@@ -56,7 +56,8 @@ NOT_EQUAL = [
     "TRL is charged Troupe's cold start as measured (demonstrations and supervised steps) and its own imports and set-up",
     "Troupe samples the next step's episodes while it learns: up to one version stale, with a truncated importance weight; "
     "TRL is synchronous and on-policy",
-    "Troupe: one sampling thread, two learning threads and two environment processes; TRL: one process with two threads",
+    "Troupe: one sampling thread, two learning threads and two environment processes, all at once; "
+    "TRL: one process that samples with one thread, then learns with two",
     "Troupe keeps the keys and values between turns; TRL's rollout function calls transformers' generate on the whole "
     "conversation each turn, all live episodes as one left-padded batch",
     "TRL pads and measures old logprobs in a forward pass of its own; Troupe packs, takes them from the first pass and "
@@ -349,6 +350,8 @@ class Lakes:
         import torch
 
         began = time.perf_counter()
+        # One thread as in Troupe's generator: a step of so small a model is too short to be worth sharing.
+        torch.set_num_threads(self._config.generator.threads)
         model = trainer.accelerator.unwrap_model(trainer.model)
         episodes = [self._episode(prompt[0]["content"]) for prompt in prompts]
         model.eval()
@@ -368,6 +371,7 @@ class Lakes:
             for episode, said in zip(live, new[:, width:].tolist(), strict=True):
                 episode.act(said)
         model.train()
+        torch.set_num_threads(self._config.learner.threads)
         self.seconds.append(time.perf_counter() - began)
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
