@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine
@@ -264,10 +265,9 @@ class Dispatcher:
 
     async def _run_group(self, group: _Group) -> bool:
         """Runs all members and makes the group durable. Returns whether it trains."""
-        wanted = list(range(len(group.tasks)))
-        round_ = 0
-        while True:
-            await asyncio.gather(*(self._run_member(group, member, round_) for member in wanted))
+        members = range(len(group.tasks))
+        for round_ in itertools.count():
+            await asyncio.gather(*(self._run_member(group, member, round_) for member in members))
             completed = sum(d.status == "completed" for d in group.done.values())
             whole = completed == len(group.tasks)
             trains = group.kind == "train" and (whole or (self._settings.on_failure == "drop-episode" and completed >= 2))
@@ -275,16 +275,15 @@ class Dispatcher:
                 group=group.number,
                 kind=group.kind,
                 step=group.step,
-                episodes=[_episode(group, member) for member in range(len(group.tasks))],
+                episodes=[_episode(group, member) for member in members],
                 trains=trains,
             )
             receipt = await self._patiently("store.commit", partial(self._store.commit, commit))
             if receipt.accepted:
                 return trains
-            # The store lost uncommitted trajectories (it was restarted): those episodes run again.
+            # The store lost uncommitted trajectories: it was restarted, which its supervisor does a limited number of times.
             self._note(f"group {group.number} runs again: {receipt.reason}")
-            round_ += 1
-            wanted = list(range(len(group.tasks)))
+        raise AssertionError("unreachable")
 
     async def _run_member(self, group: _Group, member: int, round_: int) -> None:
         episode = _episode(group, member)

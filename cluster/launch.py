@@ -278,13 +278,9 @@ def _note(text: str) -> RunStatus:
     return RunStatus("restarting", 0, 0, -1, 0.0, {}, [], {}, [text], 0)
 
 
-def attached(path: str) -> contextlib.AbstractContextManager[Any]:
-    """Connects to the live run in the folder `path`; the context's value is its `RayContext`."""
-    return _attached(path)
-
-
 @contextlib.contextmanager
-def _attached(path: str) -> Iterator[Any]:
+def attached(path: str) -> Iterator[Any]:
+    """Connects to the live run in the folder `path`; yields its `RayContext`. Raises ConfigError if it is not running."""
     folder, config = known_folder(path)
     file = folder / "run.json"
     if not file.exists():
