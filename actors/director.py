@@ -172,7 +172,7 @@ class Director:
             waited = self._context.clock.now() - began
             trained = await self._train_and_publish(company, batch)
             self._step = trained.step
-            await self._measure(company, trained, waited, self._context.clock.now() - began)
+            await self._measure(company, trained, batch.count, waited, self._context.clock.now() - began)
             if self._step % config.checkpoint_every == 0 and self._step < config.steps:
                 with contextlib.suppress(ActorLost, NotReady):  # a later one will do
                     await self._checkpoint()
@@ -294,7 +294,7 @@ class Director:
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
-    async def _measure(self, company: Company, trained: Trained, waited: float, took: float) -> None:
+    async def _measure(self, company: Company, trained: Trained, count: int, waited: float, took: float) -> None:
         busy: dict[str, float] = {}
         try:
             busy["learner_busy"] = (await within(30.0, "learner.status", self._learner.status(Ping()))).busy
@@ -309,6 +309,7 @@ class Director:
         self._ledger.measure(
             trained.step,
             version=trained.weights.version,
+            trajectories=count,
             seconds=took,
             waited_s=waited,
             tokens_per_s=trained.metrics.get("policy_tokens", 0.0) / max(1e-9, took),

@@ -168,7 +168,7 @@ class Dispatcher:
                 tasks=[task] * message.trials,
                 sampling=message.sampling,
                 limits=message.limits,
-                seeds=[_mix(message.seed, index, trial) for trial in range(message.trials)],
+                seeds=[seed_of(message.seed, index, trial) for trial in range(message.trials)],
                 prefix=f"{message.name}.{serial}-{index:05d}",
             )
             for index, task in enumerate(message.tasks)
@@ -252,7 +252,7 @@ class Dispatcher:
             tasks=[task] * settings.group_size,
             sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, settings.max_tokens),
             limits=self._limits,
-            seeds=[_mix(self._seed, number, member) for member in range(settings.group_size)],
+            seeds=[seed_of(self._seed, number, member) for member in range(settings.group_size)],
             prefix=f"t{number:09d}",
         )
         trains = await self._run_group(group)
@@ -426,6 +426,6 @@ def _episode(group: _Group, member: int) -> str:
     return f"{group.prefix}-{member:02d}"
 
 
-def _mix(*parts: int) -> int:
+def seed_of(*parts: int) -> int:
     """A 62-bit seed from several integers, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 2

@@ -1,6 +1,6 @@
 """How soon the main job's agent is good, beside TRL's GRPOTrainer on the same world, from the same cold-started weights.
 
-    python bench/train.py [--quick] [--seed N] [--budget SECONDS]
+    python bench/train.py [--quick] [--seed N] [--budget SECONDS] [--trl-threads N]
 
 One JSON line a case: {"name", "value", "unit", "compared_with", "context"}. The value is Troupe's; TRL's is in the context.
 
@@ -56,8 +56,8 @@ NOT_EQUAL = [
     "TRL is charged Troupe's cold start as measured (demonstrations and supervised steps) and its own imports and set-up",
     "Troupe samples the next step's episodes while it learns: up to one version stale, with a truncated importance weight; "
     "TRL is synchronous and on-policy",
-    "Troupe: one sampling thread, two learning threads and two environment processes, all at once; "
-    "TRL: one process that samples with one thread, then learns with two",
+    "Troupe: one sampling thread, the recipe's learning threads and two environment processes, all at once; "
+    "TRL: one process that samples with as many threads as Troupe, then learns with `trl_threads`",
     "Troupe keeps the keys and values between turns; TRL's rollout function calls transformers' generate on the whole "
     "conversation each turn, all live episodes as one left-padded batch",
     "TRL pads and measures old logprobs in a forward pass of its own; Troupe packs, takes them from the first pass and "
@@ -116,6 +116,7 @@ def main(
     quick: bool = typer.Option(False, help="a few steps, to see that it works"),
     seed: int = typer.Option(0, help="seed of both runs"),
     budget: float = typer.Option(480.0, help="seconds that each side may take"),
+    trl_threads: int = typer.Option(2, help="torch threads of TRL while it learns: nothing else runs then, so both cores"),
 ) -> None:
     if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")):
         print("bench/train.py compares with TRL, which is not installed: pip install -e .[bench]", file=sys.stderr)
@@ -126,13 +127,14 @@ def main(
         ours = with_troupe(run, QUICK if quick else FULL, seed, budget)
         # A process of its own, as a user's would be; spawned, so that it inherits nothing that is loaded here.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            theirs = process.submit(with_trl, str(run), ours.cold_start_s, budget, time.time()).result()
+            theirs = process.submit(with_trl, str(run), ours.cold_start_s, budget, time.time(), trl_threads).result()
     from importlib.metadata import version
 
     about = {
         "quick": quick,
         "seed": seed,
         "budget_s": budget,
+        "trl_threads": trl_threads,
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "load_before": round(load, 1),
     }
@@ -220,9 +222,9 @@ def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 
-def with_trl(run: str, cold_start_s: float, budget: float, began: float) -> Learned:
+def with_trl(run: str, cold_start_s: float, budget: float, began: float, threads: int) -> Learned:
     """GRPOTrainer with the settings of the run in the folder `run`, from its cold-started weights. `began`: when the
-    process was started (seconds since the epoch). Runs in a process of its own."""
+    process was started (seconds since the epoch). threads: of torch while it learns. Runs in a process of its own."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # rollout_func is experimental, and says so
     import torch
@@ -234,7 +236,7 @@ def with_trl(run: str, cold_start_s: float, budget: float, began: float) -> Lear
     config = recipes.read(str(Path(run) / "config.toml"))
     folder = str(Path(run) / "checkpoints" / "step-0" / "model")
     learner, rollout = config.learner, config.rollout
-    torch.set_num_threads(learner.threads)
+    torch.set_num_threads(threads)
     disable_progress_bar()
     lakes = Lakes(config, folder)
     learned = Learned(cold_start_s=cold_start_s)
@@ -263,7 +265,7 @@ def with_trl(run: str, cold_start_s: float, budget: float, began: float) -> Lear
         def evaluate(self, step: int) -> None:
             seconds, paused = clock(), time.time()
             success = asyncio.run(held_out(config, folder, trainer.model))
-            torch.set_num_threads(learner.threads)  # the engine has set its own number
+            torch.set_num_threads(threads)  # the engine has set its own number
             learned.evaluation_s += time.time() - paused
             learned.score(seconds, step, success)
             _tell("trl", learned)
@@ -353,6 +355,7 @@ class Lakes:
 
         began = time.perf_counter()
         # One thread as in Troupe's generator: a step of so small a model is too short to be worth sharing.
+        learning = torch.get_num_threads()
         torch.set_num_threads(self._config.generator.threads)
         model = trainer.accelerator.unwrap_model(trainer.model)
         episodes = [self._episode(prompt[0]["content"]) for prompt in prompts]
@@ -373,7 +376,7 @@ class Lakes:
             for episode, said in zip(live, new[:, width:].tolist(), strict=True):
                 episode.act(said)
         model.train()
-        torch.set_num_threads(self._config.learner.threads)
+        torch.set_num_threads(learning)
         self.seconds.append(time.perf_counter() - began)
         return {
             "prompt_ids": [episode.prompt for episode in episodes],
@@ -432,7 +435,7 @@ class _Episode:
 async def held_out(config: RunConfig, folder: str, model: Any) -> float:
     """Success of `model` on the run's held-out tasks, as the run's evaluator measures it: the same engine, loop, tasks,
     limits and sampling seeds. `folder` holds model and tokenizer."""
-    from troupe.actors.dispatcher import _mix
+    from troupe.actors.dispatcher import seed_of
     from troupe.actors.factories import make_engine
     from troupe.actors.loops.base import Outcome
     from troupe.actors.loops.text import text
@@ -448,7 +451,7 @@ async def held_out(config: RunConfig, folder: str, model: Any) -> float:
     places = asyncio.Semaphore(config.env.actors * config.env.slots)
 
     async def episode(index: int) -> bool:
-        task, seed = world.task("heldout", index), _mix(config.seed, index, 0)
+        task, seed = world.task("heldout", index), seed_of(config.seed, index, 0)
         message = RunEpisode(str(index), 0, index, 0, "eval", 0, task, sampling, limits, seed)
         async with places:
             outcome = Outcome()

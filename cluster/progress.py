@@ -61,13 +61,12 @@ class Progress:
         head = Table.grid(expand=True)
         head.add_column()
         head.add_column(justify="right")
-        head.add_row(Text(self._title, style="bold"), Text(self._where, style="dim"))
-        if status.phase in ("training", "evaluating", "finished") and "reward_mean" in m:
-            alive = len(status.actors)
+        head.add_row(Text(self._title, style="bold"), Text(f"{status.phase} · {self._where}", style="dim"))
+        if "reward_mean" in m:
+            pools = sum(name.startswith("env-") for name in status.actors)
             lines = [
                 f"{_step_line(status)}   {_spark(status.history)}",
-                f"rollouts {m.get('trajectories', 0):.0f}/step · {_si(m.get('tokens_per_s', 0))} tok/s · "
-                f"actors alive {alive} · "
+                f"rollouts {m.get('trajectories', 0):.0f}/step in {pools} pools · version {status.version} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
                 f"staleness {m.get('staleness_mean', 0):.1f}",
             ]
@@ -75,7 +74,7 @@ class Progress:
         else:
             loss = m.get("cold_start_loss")
             lines = [f"{status.phase}" + (f"   loss {loss:.3f}" if loss is not None and status.phase == "cold start" else "")]
-            done, total = int(status.progress * 100) if status.phase == "cold start" else 0, 100
+            done, total = int(status.progress * 100) if status.phase in ("demonstrations", "cold start") else 0, 100
         body = [Text(" " + line) for line in lines]
         bar = ProgressBar(total=max(1, total), completed=done, width=60)
         return Group(head, *body, Text(" ", end=""), bar)
