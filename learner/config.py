@@ -36,6 +36,9 @@ class LearnerConfig(_Settings):
 
     lr: float = Field(3e-4, gt=0, description="peak learning rate of reinforcement learning")
     warmup_steps: int = Field(0, ge=0, description="training steps over which the learning rate rises linearly to lr")
+    decay_steps: int = Field(
+        0, ge=0, description="training steps over which the learning rate then falls linearly to a twentieth of lr; 0: it stays"
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients longer than this are scaled down to it")

@@ -114,6 +114,13 @@ class Trainer:
             "learn_s": time.perf_counter() - started,
         }
 
+    def _lr(self, step: int) -> float:
+        """Learning rate of the step after `step`: rises over `warmup_steps`, falls over `decay_steps`."""
+        config = self.config
+        rise = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+        fall = max(0.05, 1.0 - step / config.decay_steps) if config.decay_steps else 1.0
+        return config.lr * rise * fall
+
     def _cold_start_lr(self, step: int, steps: int) -> float:
         warmup = self.config.cold_start_warmup
         rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
@@ -139,7 +146,7 @@ class Trainer:
         config = self.config
         batch = assemble(trajectories, self._estimator)
         self._check_sequences(batch.sequences)
-        lr = config.lr * (min(1.0, (self.step + 1) / config.warmup_steps) if config.warmup_steps else 1.0)
+        lr = self._lr(self.step)
         run = _Step(batch, self._device)
 
         if config.minibatches > 1:  # later optimiser steps see changed weights, so the old logprobs are taken first

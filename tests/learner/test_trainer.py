@@ -315,3 +315,9 @@ def test_a_wrong_checkpoint_is_refused(tiny: str, batch: list[Trajectory], scrat
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged"):
         trainer(tiny).restore(scratch / "c")
+
+
+def test_the_learning_rate_rises_then_falls_as_configured(tiny):
+    t = trainer(tiny, warmup_steps=2, decay_steps=10, lr=1e-3)
+    rates = [t._lr(step) for step in (0, 1, 2, 5, 9, 50)]
+    assert rates == pytest.approx([0.5e-3, 0.9e-3, 0.8e-3, 0.5e-3, 0.1e-3, 0.05e-3])
