@@ -75,7 +75,8 @@ def living(pids: list[int]) -> list[int]:
 def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) -> None:
     before = temporary_folders()
     run = tmp_path / "run"
-    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "6")
+    # On-policy, so that the engine's logprobs must be those of the learner.
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "6", **{"rollout.max_staleness": 0})
     pids = {name: await_event(run, process, event="started", actor=name)["pid"] for name in ("env-0", "generator-0")}
     await_event(run, process, event="announced", version=1)
     os.kill(pids["env-0"], signal.SIGKILL)
