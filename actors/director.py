@@ -213,7 +213,13 @@ class Director:
         first = seed * 10_000_000_000 + _DEMONSTRATIONS
         tasks = [self._world.task("train", first + i) for i in range(settings.demonstrations)]
         parts = [
-            Demonstrate(tasks[at : at + _SHOWN_AT_ONCE], settings.noise, self._limits.max_turns, seed * 1_000_000 + at)
+            Demonstrate(
+                tasks[at : at + _SHOWN_AT_ONCE],
+                settings.noise,
+                self._limits.max_turns,
+                seed * 1_000_000 + at,
+                self._limits.env_step_s,
+            )
             for at in range(0, len(tasks), _SHOWN_AT_ONCE)
         ]
         waiting = deque(enumerate(parts))
@@ -280,10 +286,14 @@ class Director:
         self._phase = "evaluating"
         ask = EvaluateVersion(company.version)
         score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
-        self._ledger.say(
-            f"{label} evaluation, version {score.version}: success {score.success:.3f} "
-            f"[{score.low:.3f}, {score.high:.3f}] on {score.trials} held-out episodes"
-        )
+        if score.success is None or score.low is None or score.high is None:
+            self._ledger.say(f"{label} evaluation, version {score.version}: none of {score.failed} episodes could be scored")
+        else:
+            broken = f" ({score.failed} more broke)" if score.failed else ""
+            self._ledger.say(
+                f"{label} evaluation, version {score.version}: success {score.success:.3f} "
+                f"[{score.low:.3f}, {score.high:.3f}] on {score.trials} held-out episodes{broken}"
+            )
         await self._summarise()
 
     async def _checkpoint(self) -> int:

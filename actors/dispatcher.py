@@ -108,6 +108,7 @@ class Dispatcher:
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
         self._evaluations = 0
         self._broken = ""
+        self._last_failure = ""
 
     async def start(self) -> None:
         """Learns from the store what is durable, and shuts out whatever an earlier dispatcher left running."""
@@ -305,7 +306,10 @@ class Dispatcher:
                     break
                 self._retried += 1
                 more = retry + 1 < self._settings.attempts
-                self._note(f"{episode}: {done.failure or done.status}" + (" (the episode is retried)" if more else ""))
+                if done.failure != self._last_failure:  # one sentence for the many episodes of a pool that died
+                    self._last_failure = done.failure
+                    what = "such episodes are retried" if more else "the episode counts as failed"
+                    self._note(f"{episode}: {done.failure or done.status} ({what})")
             self._failed += 1
             assert last is not None
             group.done[member] = last

@@ -43,6 +43,8 @@ from troupe.protocol.messages import (
 from troupe.protocol.trajectory import Failure, StopReason, Trajectory
 
 _DEPOSIT_TRIES = 60
+_FAILURES = 3
+"""Demonstrations that break before the first good one until the world is called broken."""
 
 
 class EnvPool:
@@ -97,11 +99,11 @@ class EnvPool:
         """Lets the scripted player play; the ids are rendered as the policy's would be, its turns marked supervised."""
         rng = random.Random(message.seed)
         shown = Demonstrations([], [], 0.0)
-        wins = 0
+        wins = failures = 0
         for number, task in enumerate(message.tasks):
             if number % 16 == 0:
                 await asyncio.sleep(0)
-            driver = self._driver(30.0)
+            driver = self._driver(message.env_step_s)
             ids: list[int] = []
             supervised: list[int] = []
 
@@ -132,6 +134,9 @@ class EnvPool:
                     observation = result.text
             except (EnvironmentFailed, TimedOut) as error:
                 shown.broken = str(error)  # a demonstration that broke is left out; the others still teach
+                failures += 1
+                if failures >= _FAILURES and not shown.tokens:
+                    raise  # it is not chance
                 continue
             finally:
                 await driver.close()

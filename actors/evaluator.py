@@ -9,10 +9,9 @@ Owns the held-out tasks, their sampling settings and the scores (`RUN/evals.json
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict
-
-import numpy as np
 
 from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import Dispatcher
@@ -62,15 +61,16 @@ class Evaluator:
                 )
             ),
         )
-        low, high = bootstrap(run.successes)
+        trials = len(run.successes)
+        low, high = wilson(sum(run.successes), trials) if trials else (None, None)
         score = Evaluation(
             version=message.version,
-            success=float(np.mean(run.successes)) if run.successes else 0.0,
+            success=sum(run.successes) / trials if trials else None,
             low=low,
             high=high,
-            reward=float(np.mean(run.rewards)) if run.rewards else 0.0,
+            reward=sum(run.rewards) / trials if trials else None,
             turns=run.turns,
-            trials=len(run.successes),
+            trials=trials,
             failed=run.failed,
             sampling=run.sampling,
             seconds=self._context.clock.now() - began,
@@ -101,11 +101,9 @@ def read_evaluations(file: str) -> list[Evaluation]:
     return found
 
 
-def bootstrap(values: list[bool], resamples: int = 2000) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean; (0, 0) without values. Deterministic."""
-    if not values:
-        return 0.0, 0.0
-    array = np.asarray(values, np.float64)
-    picks = np.random.default_rng(0).integers(0, len(array), (resamples, len(array)))
-    low, high = np.quantile(array[picks].mean(axis=1), [0.025, 0.975])
-    return float(low), float(high)
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """95 % Wilson score interval of a rate: honest at 0 and 1, where resampling would claim certainty."""
+    z = 1.959964
+    centre = (successes + z * z / 2) / (trials + z * z)
+    half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -25,13 +25,16 @@ import ray.exceptions
 
 from troupe.actors.context import Blobs, Clock
 from troupe.protocol import codec
-from troupe.protocol.errors import ActorLost, NotReady, PackedError, RemoteError, TroupeError, pack, unpack
+from troupe.protocol.errors import ActorLost, NotReady, PackedError, RemoteError, TimedOut, TroupeError, pack, unpack
 from troupe.protocol.messages import Ack, Blob
 
 T = TypeVar("T")
 
 CALLS_AT_ONCE = 4096
 """Messages that one actor works on at a time; further ones wait in Ray's mailbox."""
+
+LONGEST_START_S = 600.0
+"""Time to find room for an actor, import what it needs and load its model."""
 
 LONGEST_CALL_S = 24 * 3600.0
 """Backstop of every call. Callers set tighter limits with `context.within`."""
@@ -150,7 +153,11 @@ class RayContext:
             name=name, namespace=self.namespace, lifetime="detached", max_concurrency=CALLS_AT_ONCE, **options
         ).remote(name, self.namespace, self._lease, self._seed, cls, kwargs)
         try:
-            begun = await handle.begin.remote()
+            async with asyncio.timeout(LONGEST_START_S):
+                begun = await handle.begin.remote()
+        except TimeoutError as error:
+            ray.kill(handle)
+            raise TimedOut(f"{name} has not started for {LONGEST_START_S:g} s: has the cluster room for it?") from error
         except _LOST as error:
             raise ActorLost(f"{name} died while starting: {_first_line(error)}") from error
         if isinstance(begun, PackedError):

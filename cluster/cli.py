@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -52,7 +53,6 @@ def train(
     from troupe.cluster import config as recipes
     from troupe.cluster import launch
     from troupe.cluster.progress import Progress, closing
-    from troupe.envs import registry
     from troupe.protocol.errors import ConfigError
 
     flags: dict[str, Any] = {"seed": seed, "steps": steps, "env.name": env, "model.path": model}
@@ -69,30 +69,31 @@ def train(
         config = recipes.from_flags(env, overrides)
     else:
         raise ConfigError("name a recipe (recipes/frozen_lake.toml), a world (--env), or a run to --resume")
-    registry.make(registry.find(config.env.name), config.env.options)
-    if config.model.path:
-        from troupe.cluster.models import resolve
-
-        resolve(config.model.path)
-    if not resume:
-        folder = launch.new_folder(config, run_dir)
+    if resume and launch.is_finished(folder, config):
+        raise ConfigError(f"'{resume}' is finished, at step {config.steps}. For more of it: --resume {resume} --steps N")
+    launch.check(config)
     beside = None
     if serve:
         from troupe.serve.app import door
 
         beside = door(port)
-        print(f"The newest announced policy answers at http://127.0.0.1:{port}/v1 once training begins.")
-    import os
-
-    where = f"ray {address or os.environ.get('RAY_ADDRESS') or 'local'} · {os.cpu_count()} cores"
+    if not resume:
+        folder = launch.new_folder(config, run_dir)
     shown = _relative(folder)
+    where = f"ray {address or os.environ.get('RAY_ADDRESS') or 'local'} · {os.cpu_count()} cores"
+    if serve:
+        print(f"The newest announced policy answers at http://127.0.0.1:{port}/v1 once training begins.")
     try:
         with Progress(config.name, folder.name, where) as progress:
             launch.train(config, folder, address=address, watch=progress, beside=beside)
     except KeyboardInterrupt:
-        print(f"Stopped. Go on with: troupe train --resume {shown}")
+        begun = resume or not launch.discard_if_unused(folder)
+        print(f"Stopped. Go on with: troupe train --resume {shown}" if begun else "Stopped before anything was done.")
         raise typer.Exit(130) from None
     except TroupeError as error:
+        unused = not resume and launch.discard_if_unused(folder)
+        if unused or isinstance(error, ConfigError):
+            raise
         raise type(error)(f"{error}\nWhat is done so far is safe. Go on with: troupe train --resume {shown}") from error
     print(closing(json.loads((folder / "summary.json").read_text()), shown, config.env.name))
 

@@ -48,13 +48,15 @@ def read(path: str, overrides: list[str] | None = None) -> RunConfig:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     for override in overrides or []:
         _override(data, override)
-    config = validate(data, path, text)
+    config = validate(data, path, text, overrides)
+    if "name" not in data.get("env", {}):
+        raise ConfigError(f'{path} names no world: write for example [env] and under it name = "frozen_lake"')
     if not config.name:
         config.name = file.stem
     return config
 
 
-def validate(data: dict[str, Any], where: str, text: str = "") -> RunConfig:
+def validate(data: dict[str, Any], where: str, text: str = "", overrides: list[str] | None = None) -> RunConfig:
     """Typed configuration. Raises ConfigError naming the first thing that is wrong."""
     try:
         return RunConfig.model_validate(data)
@@ -64,6 +66,9 @@ def validate(data: dict[str, Any], where: str, text: str = "") -> RunConfig:
         name = ".".join(keys)
         line = _line_of(text, keys)
         at = f"{where} line {line}" if line else where
+        for override in overrides or []:
+            if name == override.partition("=")[0].strip():
+                at = f"{where} with {override}"
         if first["type"] == "extra_forbidden":
             known = _known_keys(RunConfig)
             raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error

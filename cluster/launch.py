@@ -32,6 +32,7 @@ from troupe.protocol.messages import GetStatus, RunStatus, Stop
 
 _TEMPORARY = "troupe-ray-"
 _STOP_S = 20.0
+_STRAGGLERS_S = 3.0
 _SAME_SIGNAL_S = 1.0
 """Wrappers pass one Ctrl-C on twice: to the process and to its group."""
 _LONGEST_TMPDIR = 50
@@ -45,6 +46,34 @@ class Launched:
     folder: Path
     address: str
     namespace: str
+
+
+def check(config: RunConfig) -> None:
+    """Raises ConfigError for what would only come to light once the actors are started."""
+    from troupe.envs import registry
+    from troupe.learner import advantages
+
+    world = registry.find(config.env.name)
+    registry.make(world, config.env.options)
+    advantages.find(config.learner.advantage)
+    if config.model.path:
+        from troupe.cluster.models import resolve
+
+        resolve(config.model.path)
+    elif next(iter(world.corpus()), None) is None:
+        raise ConfigError(
+            f"world '{config.env.name}' has no corpus() to make a small policy's tokenizer from: name a pretrained model "
+            "instead, for example --model smollm2-135m (model.path in a recipe)"
+        )
+
+
+def is_finished(folder: Path, config: RunConfig) -> bool:
+    """Did the run in `folder` reach the last step of `config`?"""
+    file = folder / "summary.json"
+    if not file.exists():
+        return False
+    known = json.loads(file.read_text())
+    return bool(known["finished"]) and int(known["steps"]) >= config.steps
 
 
 def new_folder(config: RunConfig, wanted: str | None) -> Path:
@@ -68,6 +97,14 @@ def new_folder(config: RunConfig, wanted: str | None) -> Path:
     return folder.resolve()
 
 
+def discard_if_unused(folder: Path) -> bool:
+    """Removes the folder of a run in which nothing has happened yet; says whether it did."""
+    if (folder / "journal.jsonl").exists():
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
 def known_folder(path: str) -> tuple[Path, RunConfig]:
     """An existing run folder and its configuration. Raises ConfigError if it is none."""
     folder = Path(path)
@@ -88,11 +125,7 @@ def prepare_model(config: RunConfig, folder: Path) -> Path:
         from troupe.learner.tiny import make_tiny
 
         tiny = config.model.tiny
-        corpus = list(registry.find(config.env.name).corpus())
-        if not corpus:
-            raise ConfigError(
-                f"world '{config.env.name}' has no corpus() to make a tokenizer from: set model.path to a model folder"
-            )
+        corpus = registry.find(config.env.name).corpus()
         make_tiny(str(made), corpus, hidden=tiny.hidden, layers=tiny.layers, heads=tiny.heads)
     return made
 
@@ -108,6 +141,15 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def _is_led(folder: Path) -> bool:
+    """Does some process lead the run in `folder` now?"""
+    try:
+        with locked(folder):
+            return False
+    except ConfigError:
+        return True
+
+
 @contextlib.contextmanager
 def ray_session(address: str | None, namespace: str) -> Iterator[str]:
     """Ray for the time of the block: the cluster at `address` (or RAY_ADDRESS), else one on this machine that is gone
@@ -115,6 +157,7 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    authenticate()
     import ray
 
     _remove_abandoned()
@@ -130,13 +173,44 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
         else:
             short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
             temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=short)
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", temporary)  # else torch leaves a folder beside it
-            ray.init(_temp_dir=temporary, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary  # else torch leaves a folder beside it
+            ray.init(_temp_dir=temporary, include_dashboard=False, **common)
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
         if temporary:
+            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            _end_stragglers(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def authenticate() -> None:
+    """Ray sends its token only in this mode, which it reads when it is first imported."""
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    if os.environ.get("RAY_AUTH_TOKEN") or Path(token).is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _end_stragglers(temporary: str) -> None:
+    """Ray's own helpers outlive `ray.shutdown` by seconds: waits for those of the session in `temporary`, then ends them."""
+    deadline = time.monotonic() + _STRAGGLERS_S
+    while left := [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is_of_ray(p, temporary)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _is_of_ray(process: Path, temporary: str) -> bool:
+    """Is it a process of Ray, started for the session in `temporary`?"""
+    try:
+        command = (process / "cmdline").read_bytes().decode(errors="replace")
+        ours = temporary in command or temporary in (process / "environ").read_bytes().decode(errors="replace")
+    except OSError:  # gone, or somebody else's
+        return False
+    return ours and (command.startswith("ray::") or "/ray/" in command)
 
 
 def _remove_abandoned() -> None:
@@ -182,6 +256,13 @@ def _place(config: RunConfig) -> None:
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.learner.device == "auto":
         config.learner.device = "cuda" if gpus > config.generator.replicas else "cpu"
+    learner = int(config.learner.device.startswith("cuda"))
+    generators = config.generator.replicas if config.generator.device.startswith("cuda") else 0
+    if learner + generators > gpus:
+        raise ConfigError(
+            f"learner.device = '{config.learner.device}' and generator.device = '{config.generator.device}' need "
+            f"{learner + generators} GPUs and this Ray cluster has {gpus}: set them to 'cpu', or join another cluster"
+        )
 
 
 async def _lead(config: RunConfig, launched: Launched, model_folder: Path, watch: Watch) -> RunStatus:
@@ -283,9 +364,10 @@ def attached(path: str) -> Iterator[Any]:
     """Connects to the live run in the folder `path`; yields its `RayContext`. Raises ConfigError if it is not running."""
     folder, config = known_folder(path)
     file = folder / "run.json"
-    if not file.exists():
-        raise ConfigError(f"'{path}' is not running: there is nothing to talk to")
+    if not file.exists() or not _is_led(folder):
+        raise ConfigError(f"'{path}' is not running. Go on with: troupe train --resume {path}")
     known = json.loads(file.read_text())
+    authenticate()
     import ray
 
     from troupe.actors.host import RayContext

@@ -111,7 +111,7 @@ def closing(summary: dict[str, Any], folder: str, world: str) -> str:
     """What was learned, where it lies, and what to do next."""
     lines = []
     first, last = (summary.get("eval") or {}).get("first"), (summary.get("eval") or {}).get("last")
-    if first and last:
+    if first and last and first["trials"] and last["trials"]:
         lines.append(
             f"Held-out success on {last['trials']} tasks never trained on (temperature "
             f"{last['sampling']['temperature']:g}): {first['success']:.3f} [{first['low']:.3f}, {first['high']:.3f}] before, "

@@ -15,6 +15,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -55,7 +56,7 @@ def query(sql: str, trajectories: pa.Table) -> pa.Table:
             relation = connection.sql(sql)
             answer = relation.to_arrow_table() if relation is not None else None
         except duckdb.Error as error:
-            raise QueryError(_one_line(error, tables)) from error
+            raise QueryError(_one_line(error, tables, sql)) from error
     if answer is None:
         raise QueryError("this SQL has no answer to show: ask with SELECT")
     return answer
@@ -135,12 +136,17 @@ def _unnested(trajectories: pa.Table, name: str) -> pa.Table:
     return pa.Table.from_batches(batches, schema)
 
 
-def _one_line(error: duckdb.Error, tables: Mapping[str, Any]) -> str:
+def _one_line(error: duckdb.Error, tables: Mapping[str, Any], sql: str) -> str:
     """DuckDB's message without its drawing of the query."""
     lines = [line.strip() for line in str(error).split("\n\nLINE ")[0].splitlines() if line.strip()]
     if isinstance(error, duckdb.CatalogException) and lines[0].startswith("Catalog Error: Table with name"):
         lines[1:] = [f"Tables: {', '.join(tables)}."]  # its own suggestions are system tables
-    return "SQL: " + " ".join(lines)
+    hint = (
+        ' ("group" is a word of SQL: write it in double quotes)'
+        if re.search(r"(?<!\")\bgroup\b(?!\"|\s+by)", sql, re.I)
+        else ""
+    )
+    return "SQL: " + " ".join(lines) + hint
 
 
 def _rows(table: pa.Table) -> list[tuple[Any, ...]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from troupe.cluster import config as recipes
+from troupe.cluster import launch
 from troupe.protocol.errors import ConfigError, TroupeError
 
 EXCLUDED = [".git", ".venv", "venv", "runs", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"]
@@ -62,7 +63,8 @@ def submit(
         raise ConfigError(f"recipe '{recipe}' is not below this folder, which is what is shipped: copy it here")
     url, host = _reached(address)
     folder = _run_folder(run_dir, config.name, here, is_local(host), url)
-    _authenticate()
+    launch.authenticate()
+    _quieten()
     _check_size(here)
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
@@ -165,12 +167,7 @@ def _run_folder(run_dir: str | None, name: str, here: Path, local: bool, url: st
     return folder
 
 
-def _authenticate() -> None:
-    """Ray sends its token only in this mode, which it reads when it is first imported; then quietens its log."""
-    token = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
-    if os.environ.get("RAY_AUTH_TOKEN") or Path(token).is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-
+def _quieten() -> None:
     for name in ("ray", *logging.root.manager.loggerDict):
         if name.split(".")[0] == "ray":
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -79,6 +79,8 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
         return world(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {_line(error)}") from error
+    except Exception as error:  # user code: it may raise anything
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {_line(error)}") from error
 
 
 def _load(name: str, place: str) -> ModuleType:

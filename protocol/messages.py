@@ -209,6 +209,7 @@ class Demonstrate:
     noise: float
     max_turns: int
     seed: int
+    env_step_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -296,14 +297,14 @@ class EvaluateVersion:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Held-out score. `low`, `high`: 95 % bootstrap interval of the success rate over tasks."""
+    """Held-out score. `low`, `high`: 95 % Wilson interval of the success rate. None where no episode could be scored."""
 
     __pydantic_config__ = _CONFIG
     version: int
-    success: float
-    low: float
-    high: float
-    reward: float
+    success: float | None
+    low: float | None
+    high: float | None
+    reward: float | None
     turns: float
     trials: int
     failed: int

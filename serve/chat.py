@@ -11,7 +11,7 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from troupe.actors.rendering import ChatML
 
@@ -32,7 +32,12 @@ def _text(content: Any) -> Any:
             if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
                 kind = part.get("type") if isinstance(part, dict) else type(part).__name__
                 raise ValueError(f"this policy reads text only, not a content part of type {kind!r}")
-        return "".join(str(part.get(part["type"], "")) for part in content)
+        content = "".join(str(part.get(part["type"], "")) for part in content)
+    if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"not valid Unicode at character {error.start}: half of a surrogate pair") from error
     return content
 
 
@@ -41,6 +46,12 @@ class ChatMessage(_Ignoring):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)] = ""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ChatMessage:
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise ValueError(f"a message of role '{self.role}' needs content")
+        return self
 
 
 class StreamOptions(_Ignoring):
@@ -56,7 +67,7 @@ class ChatRequest(_Ignoring):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: str | list[str] | None = None
     logprobs: bool | None = None

@@ -29,7 +29,7 @@ def troupe(tmp_path):
     (tmp_path / "estimator.toml").write_text('[learner]\nadvantage = "gropo"\n')
     used = tmp_path / "used"
     used.mkdir()
-    (used / "config.toml").write_text('name = "used"\n')
+    (used / "config.toml").write_text('name = "used"\n[env]\nname = "echo"\n')
     (used / "precious").write_text("results")
     env = {**os.environ, "TROUPE_MODELS": str(tmp_path / "empty"), "COLUMNS": "200", "NO_COLOR": "1"}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):

@@ -169,3 +169,17 @@ def test_flags_for_a_world_that_is_not_there_name_the_nearest():
         recipes.from_flags("gues", [])
     with pytest.raises(ConfigError, match="the command line: unknown key 'stepz'"):
         recipes.from_flags("guess", ["stepz=3"])
+
+
+def test_a_recipe_without_a_world_is_refused(tmp_path):
+    file = tmp_path / "empty.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="names no world"):
+        recipes.read(str(file))
+
+
+def test_a_wrong_override_is_named_not_the_line_that_it_overrides(tmp_path):
+    file = tmp_path / "r.toml"
+    file.write_text('steps = 3\n[env]\nname = "echo"\n')
+    with pytest.raises(ConfigError, match=r"with steps=many: 'steps' = 'many'"):
+        recipes.read(str(file), ["steps=many"])

@@ -19,6 +19,8 @@ from troupe.protocol.trajectory import POLICY
 pytestmark = pytest.mark.xdist_group("ray")
 
 ROOT = Path(__file__).resolve().parents[2]
+# As a person's shell has it: without what this test process's own Ray sessions have set.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TORCHINDUCTOR"))}
 SMALL = {
     "cold_start.steps": 6,
     "cold_start.demonstrations": 64,
@@ -34,7 +36,7 @@ SMALL = {
 def start(*arguments: str, **changes: Any) -> subprocess.Popen[str]:
     settings = [f"--set={key}={json.dumps(value)}" for key, value in {**SMALL, **changes}.items()]
     command = [sys.executable, "-m", "troupe", "train", *arguments, *settings]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -123,6 +125,9 @@ def test_ctrl_c_leaves_nothing_but_a_folder_that_resumes(tmp_path: Path) -> None
 
     resumed = start("--resume", str(run))
     finish(resumed)
+    again = start("--resume", str(run))
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 2 and "is finished, at step 5" in output
     summary = json.loads((run / "summary.json").read_text())
     assert summary["finished"] and summary["weights"]["version"] == 5
     metrics = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -138,7 +143,7 @@ def test_pools_and_generators_are_scaled_while_the_run_goes_on(tmp_path: Path) -
 
         def scale(*flags: str) -> str:
             command = [sys.executable, "-m", "troupe", "scale", str(run), *flags]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
             assert done.returncode == 0, done.stderr
             return done.stdout
 
@@ -149,3 +154,14 @@ def test_pools_and_generators_are_scaled_while_the_run_goes_on(tmp_path: Path) -
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
+    command = [sys.executable, "-m", "troupe", "scale", str(run), "--env-actors", "2"]
+    refused = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and "is not running" in refused.stderr
+
+
+def test_a_gpu_that_is_not_there_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--set", "learner.device=cuda")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and "this Ray cluster has 0" in output and "Traceback" not in output
+    assert not run.exists()

@@ -119,6 +119,8 @@ def test_bad_input_is_a_400_that_names_the_field(ask: Ask) -> None:
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n"),
+        ({"seed": 2**70}, "seed"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
@@ -135,6 +137,7 @@ def test_bad_input_is_a_400_that_names_the_field(ask: Ask) -> None:
                 await web.post("/v1/chat/completions", content=b"{"),
                 await web.post("/v1/chat/completions", content=b"\xff\xfe"),
                 await web.post("/v1/chat/completions", json=[1]),
+                await web.post("/v1/chat/completions", content=rb'{"messages":[{"role":"user","content":"\ud83d"}]}'),
             ]:
                 assert reply.status_code == 400
                 assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
