@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -157,11 +158,12 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    authenticate()
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address and "ray" not in sys.modules:
+        authenticate()
     import ray
 
     _remove_abandoned()
-    address = address or os.environ.get("RAY_ADDRESS")
     temporary = ""
     common: dict[str, Any] = {"namespace": namespace, "logging_level": logging.ERROR, "log_to_driver": False}
     try:
@@ -185,7 +187,7 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
 
 
 def authenticate() -> None:
-    """Ray sends its token only in this mode, which it reads when it is first imported."""
+    """To join somebody's cluster: Ray sends its token only in this mode, which it reads when it is first imported."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
     if os.environ.get("RAY_AUTH_TOKEN") or Path(token).is_file():
         os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -367,7 +369,8 @@ def attached(path: str) -> Iterator[Any]:
     if not file.exists() or not _is_led(folder):
         raise ConfigError(f"'{path}' is not running. Go on with: troupe train --resume {path}")
     known = json.loads(file.read_text())
-    authenticate()
+    if "ray" not in sys.modules:
+        authenticate()
     import ray
 
     from troupe.actors.host import RayContext

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,3 +22,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = pyfuncitem._fixtureinfo.argnames
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.fixture(autouse=True)
+def environment_is_left_as_it_was() -> Iterator[None]:
+    """Joining a Ray cluster sets variables that would change how the next test starts its own."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

@@ -24,6 +24,7 @@ from troupe.protocol.errors import ConfigError
 RECIPE = """
 steps = 1
 [env]
+name = "frozen_lake"
 actors = 1
 slots = 8
 [rollout]

@@ -66,8 +66,8 @@ def await_event(run: Path, process: subprocess.Popen[str], **wanted: Any) -> dic
     raise AssertionError(f"{wanted} did not happen: {process.communicate()[0] if process.poll() is not None else ''}")
 
 
-def temporary_folders() -> set[str]:
-    return {name for name in os.listdir("/tmp") if name.startswith("troupe-ray-")}
+def temporary_folders(launcher: int) -> list[str]:
+    return [name for name in os.listdir("/tmp") if name.startswith(f"troupe-ray-{launcher}-")]
 
 
 def living(pids: list[int]) -> list[int]:
@@ -75,7 +75,6 @@ def living(pids: list[int]) -> list[int]:
 
 
 def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) -> None:
-    before = temporary_folders()
     run = tmp_path / "run"
     # On-policy, so that the engine's logprobs must be those of the learner.
     process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "6", **{"rollout.max_staleness": 0})
@@ -108,19 +107,18 @@ def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) 
     assert max(gaps) < 1e-3, "the engine's logprobs are not those of the weights it names"
     spoken = opened.query("SELECT provenance, logprobs FROM nodes WHERE role = 'assistant'").to_pylist()
     assert spoken and all(list(n["provenance"]).count(POLICY) == len(n["logprobs"]) for n in spoken)
-    assert temporary_folders() <= before
+    assert not temporary_folders(process.pid)
     assert not living([row["pid"] for row in journal(run) if row["event"] == "started"])
 
 
 def test_ctrl_c_leaves_nothing_but_a_folder_that_resumes(tmp_path: Path) -> None:
-    before = temporary_folders()
     run = tmp_path / "run"
     process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "5")
     await_event(run, process, event="announced", version=3)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 130 and f"--resume {run}" in output and "Traceback" not in output
-    assert temporary_folders() <= before
+    assert not temporary_folders(process.pid)
     assert not living([row["pid"] for row in journal(run) if row["event"] == "started"])
 
     resumed = start("--resume", str(run))
