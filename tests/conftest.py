@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from hypothesis import HealthCheck, settings
 # Two shared cores: an example may be slow without being wrong.
 settings.register_profile("troupe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("troupe")
+
+# A shell that runs the suite in the background ignores Ctrl-C for all its children; tests that send it must reach theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
