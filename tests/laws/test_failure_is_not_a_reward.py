@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from troupe.cluster.run import Run
@@ -9,8 +11,12 @@ from troupe.protocol.errors import TroupeError
 
 
 @pytest.mark.parametrize("policy", ["drop-episode", "drop-group"])
-def test_broken_episodes_are_stored_as_failed_and_never_trained(simulated_run, policy):
-    run = simulated_run(env__options={"turns": 2, "flaky": 0.25}, rollout__attempts=2, rollout__on_failure=policy)
+def test_broken_episodes_are_stored_as_failed_and_never_trained(simulated_run, policy, monkeypatch):
+    chance = random.Random(1)  # the world's real chance, made repeatable
+    monkeypatch.setattr(random, "SystemRandom", lambda: chance)
+    run = simulated_run(
+        env__options={"turns": 2, "flaky": 0.25}, rollout__attempts=2, rollout__on_failure=policy, cold_start__steps=0
+    )
     run.play(2)
     rows = Run(str(run.folder)).trajectories().to_pylist()
     broken = [row for row in rows if row["status"] == "failed"]
