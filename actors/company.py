@@ -283,8 +283,7 @@ class Company:
                 self._ledger.say(f"{name} is back")
                 await self._inform()
         except Exception as error:
-            if not self.broken.done():
-                self.broken.set_exception(error if isinstance(error, TroupeError) else TroupeError(f"{name}: {error!r}"))
+            self._break(name, error)
 
     async def _mourn(self, name: str, reason: str) -> None:
         """Says that `name` died, tells the others, and waits a little. Raises if it dies too often."""
@@ -299,9 +298,17 @@ class Company:
         await asyncio.sleep(min(10.0, 0.1 * 2 ** (recent - 1)))
 
     async def _keep_informed(self) -> None:
-        while True:
-            await asyncio.sleep(INFORM_S)
-            await self._inform()
+        try:
+            while True:
+                await asyncio.sleep(INFORM_S)
+                await self._inform()
+        except Exception as error:
+            self._break("the company", error)
+
+    def _break(self, who: str, error: Exception) -> None:
+        """Ends the run with what broke it."""
+        if not self.broken.done():
+            self.broken.set_exception(error if isinstance(error, TroupeError) else TroupeError(f"{who}: {error!r}"))
 
     async def _inform(self) -> None:
         """Tells everybody again what they must know: which pools live, the current weights, who holds them, the version.
