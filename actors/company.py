@@ -3,8 +3,8 @@
 Owns the actors that the director leads, and the current weight version. Promises:
 - a version is announced only after every generator proved by checksum that it holds it; a generator that cannot prove
   it is ended and replaced, and takes no work before it has proved (law 4);
-- a child that dies is started again with back-off and welcomed with all that it must know; more than `RESTARTS` deaths
-  within `RESTART_WINDOW_S` seconds stop the run, saying whose;
+- a child that dies is started again with back-off and welcomed with all that it must know; more than `max_restarts`
+  deaths within `RESTART_WINDOW_S` seconds stop the run, saying whose;
 - children are found again by name, so that a new director takes over the company of the one before (law 7);
 - a child that is scaled away finishes its work first, at most for the length of an episode.
 """
@@ -33,7 +33,6 @@ from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, 
 
 T = TypeVar("T")
 
-RESTARTS = 8
 RESTART_WINDOW_S = 300.0
 INFORM_S = 2.0
 
@@ -262,6 +261,8 @@ class Company:
                 model_folder=self._parts.model_folder,
                 slots=config.env.slots,
                 generate_s=rollout.generate_s,
+                agent=config.agent,
+                renderer=config.model.renderer,
             )
         else:
             pid = await spawn(
@@ -291,7 +292,7 @@ class Company:
         deaths.append(self._context.clock.now())
         self._ledger.died(name, reason)
         recent = sum(moment > deaths[-1] - RESTART_WINDOW_S for moment in deaths)
-        if recent > RESTARTS:
+        if recent > self._config.max_restarts:
             raise TroupeError(f"{name} died {recent} times within {RESTART_WINDOW_S:g} s; last: {reason}")
         self._ledger.say(f"{name} died ({reason}); starting a new one")
         await self._tell_pools()

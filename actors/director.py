@@ -16,7 +16,7 @@ from typing import Any
 
 from troupe.actors.company import Company, Parts
 from troupe.actors.context import Context, within
-from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.dispatcher import BIAS, Dispatcher
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.evaluator import Evaluator
 from troupe.actors.generator import Generator
@@ -64,7 +64,15 @@ class Director:
         self._ledger = Ledger(folder, context.clock)
         rollout = config.rollout
         turns = config.env.max_turns or self._world.max_turns
-        self._limits = Limits(turns, rollout.max_episode_tokens, rollout.generate_s, rollout.env_step_s, rollout.episode_s)
+        self._limits = Limits(
+            max_turns=turns,
+            max_episode_tokens=rollout.max_episode_tokens,
+            context_window=rollout.context_window or 0,
+            max_tool_calls=rollout.max_tool_calls,
+            generate_s=rollout.generate_s,
+            env_step_s=rollout.env_step_s,
+            episode_s=rollout.episode_s,
+        )
         self._parts = parts
         self._company: Company | None = None
         self._learner = context.ref("learner", Learner)
@@ -353,4 +361,11 @@ class Director:
             self._finished,
             name=self._config.name,
             on_failure=self._config.rollout.on_failure,
+            bias=self._bias(),
         )
+
+    def _bias(self) -> dict[str, str]:
+        """What this run's policies do to the data that is trained on, in words."""
+        rollout = self._config.rollout
+        applied = [rollout.on_failure, *["oversample"] * bool(rollout.oversample), *["filter"] * (rollout.filter != "none")]
+        return {policy: BIAS[policy] for policy in applied}

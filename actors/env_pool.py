@@ -4,6 +4,9 @@ Owns its worlds and the trajectories that grow in it. Promises:
 - `run_episode` returns exactly one `EpisodeDone` for an attempt; the finished trajectory has been offered to the store
   once before it does (law 3);
 - an episode that broke is deposited as failed, with where and why, and carries no success (law 6);
+- an episode that had succeeded when time ran out keeps its reward; what goes wrong afterwards does not take it back;
+- a world that does not return is given up at its wall clock and its slot is free again. A thread that Python cannot end
+  stays behind: with too many of them the pool takes no more episodes, finishes those it has, and lets itself be replaced;
 - worlds are closed whatever happens (law 9).
 """
 
@@ -17,16 +20,25 @@ from typing import Any
 
 import numpy as np
 
+from troupe.actors import loops, rendering
 from troupe.actors.context import Context, within
-from troupe.actors.loops.base import Loop, Outcome
-from troupe.actors.loops.text import text as text_loop
+from troupe.actors.loops.base import Outcome, Stage
 from troupe.actors.recorder import Recorder
-from troupe.actors.rendering import ChatML
 from troupe.actors.router import Router
+from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
-from troupe.envs import registry
+from troupe.envs import drive, registry
 from troupe.envs.drive import Driver
-from troupe.protocol.errors import ActorLost, EnvironmentFailed, EpisodeError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.errors import (
+    ActorLost,
+    ConfigError,
+    EnvironmentFailed,
+    EpisodeError,
+    NotReady,
+    Overloaded,
+    TimedOut,
+    TroupeError,
+)
 from troupe.protocol.messages import (
     Ack,
     CancelEpisode,
@@ -45,6 +57,8 @@ from troupe.protocol.trajectory import Failure, StopReason, Trajectory
 _DEPOSIT_TRIES = 60
 _FAILURES = 3
 """Demonstrations that break before the first good one until the world is called broken."""
+_STUCK = 0.25
+"""Share of the slots whose worlds may be stuck in threads that cannot be ended, until the pool is replaced."""
 
 
 class EnvPool:
@@ -58,16 +72,21 @@ class EnvPool:
         model_folder: str,
         slots: int,
         generate_s: float = 120.0,
+        agent: AgentSettings | None = None,
+        renderer: str = "auto",
     ) -> None:
         self._context = context
         self._world = registry.find(world)
         self._options = options
-        self._renderer = ChatML(model_folder)
+        self._rendering = rendering.load(model_folder, renderer)
+        self._window = rendering.context_window(model_folder)
         self._router = Router(context, generate_s)
         self._store = context.ref("store", Store)
-        self._loop: Loop = text_loop
+        self._loop = loops.choose(agent or AgentSettings(), self._world)
         self._running: dict[tuple[str, int], asyncio.Task[Any]] = {}
         self._slots = slots
+        self._late = ""
+        """What went wrong last after an episode was over: a world that could not be closed."""
 
     async def routes(self, message: Routes) -> Ack:
         """Which generators take work now."""
@@ -75,8 +94,10 @@ class EnvPool:
         return Ack()
 
     async def run_episode(self, message: RunEpisode) -> EpisodeDone:
-        """Runs one attempt to its end. Raises Overloaded when all slots are taken."""
+        """Runs one attempt to its end. Raises Overloaded when all slots are taken, NotReady when the pool is to be replaced."""
         key = (message.episode, message.attempt)
+        if self._worn_out():
+            raise NotReady(f"{self._context.name} takes no more episodes: {drive.stuck()} of its worlds do not return")
         if len(self._running) >= 2 * self._slots:
             raise Overloaded(f"{self._context.name} runs {len(self._running)} episodes and has {self._slots} slots")
         if key in self._running:
@@ -87,6 +108,8 @@ class EnvPool:
             return await task
         finally:
             self._running.pop(key, None)
+            if self._worn_out() and not self._running:
+                self._context.die(f"{drive.stuck()} worlds of '{self._world.__name__}' do not return and cannot be ended")
 
     async def cancel(self, message: CancelEpisode) -> Ack:
         """Ends an attempt, or with an empty name everything; what it had is deposited as cancelled."""
@@ -106,6 +129,8 @@ class EnvPool:
             driver = self._driver(message.env_step_s)
             ids: list[int] = []
             supervised: list[int] = []
+            asked: list[rendering.Message] = []
+            spoken = 0
 
             def add(tokens: list[int], learn: bool, ids: list[int] = ids, supervised: list[int] = supervised) -> None:
                 ids.extend(tokens)
@@ -113,25 +138,31 @@ class EnvPool:
 
             try:
                 if self._world.system:
-                    add(self._renderer.message("system", self._world.system)[0], False)
-                observation = await driver.reset(task)
+                    asked.append({"role": "system", "content": self._world.system})
+                asked.append({"role": "user", "content": await driver.reset(task)})
                 for _ in range(message.max_turns):
-                    add(self._renderer.message("user", observation)[0], False)
                     said = driver.play(rng, message.noise)
                     if said is None:
                         raise EpisodeError(
                             f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()"
                         )
-                    tokens = self._renderer.speech(said)
-                    add(self._renderer.opening(), False)
+                    parts = (
+                        self._rendering.extension(ids[:spoken], ids[spoken:], asked) if ids else self._rendering.opening(asked)
+                    )
+                    if parts is None:
+                        raise ConfigError(
+                            f"renderer '{self._rendering.name}' drops thoughts between turns: set cold_start.steps = 0"
+                        )
+                    for part in parts:
+                        add(part.ids, False)
+                    spoken = len(ids)
+                    tokens = self._rendering.speech({"role": "assistant", "content": said})
                     add(tokens, True)
-                    parsed = self._renderer.parse(tokens)
-                    result = await driver.step(parsed.text)
+                    result = await driver.step(self._rendering.parse(tokens).text)
                     if result.done:
                         wins += bool(result.reward > 0 if result.success is None else result.success)
                         break
-                    add(self._renderer.closing(tokens), False)
-                    observation = result.text
+                    asked = [{"role": "user", "content": result.text}]
             except (EnvironmentFailed, TimedOut) as error:
                 shown.broken = str(error)  # a demonstration that broke is left out; the others still teach
                 failures += 1
@@ -152,35 +183,36 @@ class EnvPool:
             os.getpid(),
             load=len(self._running),
             busy=len(self._running) / self._slots,
-            detail={"slots": self._slots, "reissued": self._router.reissued},
+            detail={"slots": self._slots, "reissued": self._router.reissued, "stuck": drive.stuck(), "late": self._late},
         )
 
     # -- one episode -------------------------------------------------------------------------------------------------
 
     async def _episode(self, message: RunEpisode) -> EpisodeDone:
         clock = self._context.clock
-        recorder = Recorder(message, self._renderer, self._router)
+        recorder = Recorder(message, self._rendering, self._router, self._window)
         outcome = Outcome()
         failure: Failure | None = None
         started = clock.now()
         cancelled = False
         try:
             driver = self._driver(message.limits.env_step_s)
+            stage = Stage(driver, self._world.system, message.task, recorder, message.limits, outcome)
             try:
-                await within(
-                    message.limits.episode_s,
-                    f"{self._context.name}: the episode {message.episode}",
-                    self._loop(driver, self._world, message.task, recorder, message.limits, outcome),
-                )
+                what = f"{self._context.name}: the episode {message.episode}"
+                await within(message.limits.episode_s, what, self._loop(stage))
                 if not math.isfinite(outcome.reward):
-                    raise EpisodeError(f"the reward is {outcome.reward}")
+                    raise EnvironmentFailed(f"the reward is {outcome.reward}")
             finally:
-                await driver.close()
+                await self._close(driver)
         except asyncio.CancelledError:
             cancelled = True
         except Exception as error:
-            failure = self._classify(error, message)
-            outcome.stop = "wall_clock" if isinstance(error, TimedOut) else "failed"
+            if isinstance(error, TimedOut) and outcome.success:
+                outcome.stop = "wall_clock"
+            else:
+                failure = self._classify(error, message)
+                outcome.stop = "wall_clock" if isinstance(error, TimedOut) else "failed"
         status: Any = "cancelled" if cancelled else "failed" if failure else "completed"
         stop: StopReason = "cancelled" if cancelled else outcome.stop
         trajectory = Trajectory(
@@ -203,6 +235,7 @@ class EnvPool:
                 "top_p": message.sampling.top_p,
                 "top_k": message.sampling.top_k,
                 "max_tokens": message.sampling.max_tokens,
+                "stop": message.sampling.stop,
             },
             pool=self._context.name,
             seed=message.seed,
@@ -227,6 +260,16 @@ class EnvPool:
             failure=failure.message if failure else receipt.reason,
         )
 
+    async def _close(self, driver: Driver) -> None:
+        """Releases the world. What it breaks now comes too late to change the episode: it is told in `health`."""
+        try:
+            await driver.close()
+        except (EpisodeError, TimedOut) as error:
+            self._late = str(error)
+
+    def _worn_out(self) -> bool:
+        return drive.stuck() > _STUCK * self._slots
+
     def _driver(self, seconds: float) -> Driver:
         return Driver(registry.make(self._world, self._options), executor=self._context.executor, timeout_s=seconds)
 
@@ -242,6 +285,7 @@ class EnvPool:
         raise TimedOut(f"the store took no deposit of {trajectory.id}: {reason}")
 
     def _classify(self, error: Exception, message: RunEpisode) -> Failure:
+        """Decided here, where the error is known: what the world says about its task, and all else is infrastructure."""
         kind = error.kind if isinstance(error, EpisodeError) else "infrastructure"
         where = f"{self._context.name}: {self._world.__name__} (task {message.task.id}, seed {message.task.seed})"
         text = str(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {error}"

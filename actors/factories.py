@@ -20,6 +20,7 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
     from functools import partial
 
     from troupe.actors.engines.local import LocalEngine
+    from troupe.actors.rendering.tokenizer import PlainTokenizer
     from troupe.learner.model import load
 
     return LocalEngine(
@@ -28,4 +29,5 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
         device=settings.device,
         threads=settings.threads,
         generator_name=name,
+        decode=PlainTokenizer(model.path).decode,
     )

@@ -1,35 +1,32 @@
 """Grows one trajectory, token by token true: the only place where an agent loop meets token ids.
 
-Promises (law 1, law 2):
-- the ids sent to the engine for a turn are exactly the ids recorded so far plus the turn's opening; the ids recorded
-  for it are exactly those that were sent and sampled;
-- what the agent sampled is `POLICY`, with the engine's logprob and version; all else is `TEMPLATE` or `ENVIRONMENT`.
+Whoever speaks for an agent hands over a whole conversation (`complete`), as to any chat API; the recorder finds what of it
+the engine has been fed already. Promises (law 1, law 2):
+- a conversation that goes on after a recorded turn extends the exact ids that were fed and sampled; any other one (old
+  thoughts dropped, history compacted, another agent) is another branch, which shares the nodes that are the same;
+- the ids of a branch are exactly those that the engine was fed and what it answered; the agent's are `POLICY`, with the
+  engine's logprob and version, all else is `TEMPLATE` or `ENVIRONMENT`;
+- nothing is recorded that was not fed, and a turn that would not fit is not begun: `LimitReached` says which limit it was.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
-from typing import Protocol
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
-from troupe.actors.rendering import ChatML
+from troupe.actors.loops.base import LimitReached, Reply
+from troupe.actors.rendering import Message, Part, Rendering, SaidCall, Tool, until
 from troupe.protocol.messages import Generate, Generated, RunEpisode, Sampling
 from troupe.protocol.trajectory import POLICY, TEMPLATE, Node
 
 _NOTHING = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
-
-
-@dataclass(slots=True)
-class Reply:
-    """The agent's turn: its message without the think block, its thoughts, and whether it was cut by max_tokens."""
-
-    text: str
-    think: str
-    truncated: bool
-    seconds: float
 
 
 class Speaks(Protocol):
@@ -38,74 +35,230 @@ class Speaks(Protocol):
     async def generate(self, request: Generate) -> Generated: ...
 
 
+@dataclass(slots=True)
+class _End:
+    """A turn that was sampled, from which a conversation may go on."""
+
+    node: int
+    prompt: list[int]
+    sampled: list[int]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Where a conversation continues: after node `parent` whose branch is `ids`, with `parts` (the last one opens the turn)."""
+
+    parent: int
+    ids: list[int]
+    parts: list[Part]
+    reused: int = 0
+    roles: list[Message] = field(default_factory=list)
+
+
 class Recorder:
-    """One agent's memory of one episode."""
+    """One episode's memory of what its agents were told and said."""
 
-    def __init__(self, episode: RunEpisode, renderer: ChatML, policy: Speaks) -> None:
+    def __init__(self, episode: RunEpisode, rendering: Rendering, policy: Speaks, context_window: int = 0) -> None:
+        """context_window: tokens that the model can see; 0: unknown. The episode's own limit may be lower."""
         self.nodes: list[Node] = []
-        self._episode = episode
-        self._renderer = renderer
-        self._policy = policy
-        self._ids: list[int] = []
-        self._close: list[int] = []
+        self.tokens = 0
+        """Tokens of all nodes."""
+        self._episode, self._rendering, self._policy = episode, rendering, policy
+        windows = [window for window in (context_window, episode.limits.context_window) if window]
+        self._window = min(windows, default=0)
+        self._ends: dict[bytes, _End] = {}
+        self._children: dict[tuple[int, str], list[int]] = {}
         self._turn = 0
-        sampling = episode.sampling
-        self._sampling = Sampling(
-            sampling.temperature,
-            sampling.top_p,
-            sampling.top_k,
-            sampling.max_tokens,
-            sampling.stop_ids or renderer.stop_ids,
-        )
 
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-        return len(self._ids)
+    async def complete(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None = None,
+        *,
+        agent: str = "main",
+        step: int = -1,
+        max_tokens: int | None = None,
+        stop: list[str] | None = None,
+    ) -> Reply:
+        """Lets `agent` answer the conversation and records exactly what was fed and said, as part of step `step`.
 
-    def observe(self, role: str, text: str, step: int = -1) -> None:
-        """Adds somebody else's message (system, user or tool)."""
-        ids, provenance = self._renderer.message(role, text)
-        ids = self._close + ids
-        provenance = [TEMPLATE] * len(self._close) + provenance
-        self._close = []
-        self._add(role, text, step, ids, np.asarray(provenance, np.uint8), _NO_LOGPROBS, _NOTHING)
-
-    async def act(self, step: int) -> Reply:
-        """Lets the agent speak and records exactly what it said."""
-        opening = self._close + self._renderer.opening()
-        self._close = []
+        max_tokens, stop: a narrower limit and further stop strings for this turn. Raises LimitReached, and whatever the
+        policy raises; the conversation is then as if nothing had been asked.
+        """
+        keys = _keys(agent, tools, messages)
+        plan = self._plan(keys, messages, tools, agent)
+        opening = plan.parts[-1].ids
+        prompt = plan.ids + [id_ for part in plan.parts for id_ in part.ids]
+        sampling = self._sampling(len(prompt), len(prompt) - len(plan.ids), max_tokens, stop or [])
+        turn, self._turn = self._turn, self._turn + 1
+        session = f"{self._episode.episode}/{self._episode.attempt}"
         request = Generate(
-            request=f"{self._episode.episode}/{self._episode.attempt}/{self._turn}",
-            session=f"{self._episode.episode}/{self._episode.attempt}",
-            prompt=np.asarray(self._ids + opening, np.int32),
-            sampling=self._sampling,
-            seed=(self._episode.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF,
+            request=f"{session}/{turn}",
+            session=session,
+            prompt=np.asarray(prompt, np.int32),
+            sampling=sampling,
+            seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,
         )
-        self._turn += 1
         loop = asyncio.get_running_loop()
         began = loop.time()
-        said = await self._policy.generate(request)
-        sampled = said.tokens.tolist()
+        answer = await self._policy.generate(request)
+        seconds = loop.time() - began
+        sampled: list[int] = answer.tokens.tolist()
+        parent = self._record_prompt(plan, messages, agent, step)
         provenance = np.full(len(opening) + len(sampled), POLICY, np.uint8)
         provenance[: len(opening)] = TEMPLATE
-        parsed = self._renderer.parse(sampled)
-        text = self._renderer.decode(sampled)
-        self._add("assistant", text, step, opening + sampled, provenance, said.logprobs, said.versions)
-        self._close = self._renderer.closing(sampled)
-        return Reply(parsed.text, parsed.think, said.finish != "stop", loop.time() - began)
+        said = self._rendering.parse(sampled, prompt, tools)
+        text = self._rendering.decode(sampled)
+        node = self._add(
+            parent, "assistant", agent, step, opening + sampled, provenance, answer.logprobs, answer.versions, text
+        )
+        reply = Reply(
+            text=until(said.text, sampling.stop)[0],
+            think=said.think,
+            calls=[_identified(call, turn, n, answer.finish) for n, call in enumerate(said.calls)],
+            finish=answer.finish,
+            closed=said.closed,
+            seconds=seconds,
+            prompt_tokens=len(prompt),
+            tokens=len(sampled),
+        )
+        self._ends[_keys(agent, tools, [reply.message], keys[-1])[-1]] = _End(node, prompt, sampled)
+        return reply
+
+    # -- where a conversation goes on --------------------------------------------------------------------------------
+
+    def _plan(self, keys: list[bytes], messages: list[Message], tools: list[Tool] | None, agent: str) -> _Plan:
+        for count in range(len(messages), 0, -1):
+            if end := self._ends.get(keys[count]):
+                new = messages[count:]
+                parts = self._rendering.extension(end.prompt, end.sampled, new, tools) if new else None
+                if parts is None:
+                    break
+                for part in parts[:-1]:
+                    part.message += count
+                return self._shared(_Plan(end.node, [*end.prompt, *end.sampled], parts), agent)
+        return self._shared(_Plan(-1, [], self._rendering.opening(messages, tools)), agent)
+
+    def _shared(self, plan: _Plan, agent: str) -> _Plan:
+        """Walks along the nodes that hold the plan's first ids already; what is left of its parts is new."""
+        ids = [id_ for part in plan.parts[:-1] for id_ in part.ids]
+        at = 0
+        while held := [c for c in self._children.get((plan.parent, agent), ()) if self._holds(c, ids, at)]:
+            plan.parent = held[0]
+            at += len(self.nodes[held[0]].tokens)
+        plan.ids = plan.ids + ids[:at]
+        left: list[Part] = []
+        carried = Part(0)
+        for part in plan.parts[:-1]:
+            rest = Part(part.message, carried.ids + part.ids[at:], carried.provenance + part.provenance[at:])
+            partly = 0 < at < len(part.ids)
+            at = max(0, at - len(part.ids))
+            # The scaffold after a turn that was recorded whole belongs to what comes next, as in an extension.
+            carried = rest if partly and not any(p != TEMPLATE for p in rest.provenance) else Part(0)
+            if rest.ids and rest is not carried:
+                left.append(rest)
+        opening = plan.parts[-1]
+        plan.parts = [*left, Part(-1, carried.ids + opening.ids, carried.provenance + opening.provenance)]
+        return plan
+
+    def _holds(self, node: int, ids: list[int], at: int) -> bool:
+        tokens = self.nodes[node].tokens
+        return 0 < len(tokens) <= len(ids) - at and tokens.tolist() == ids[at : at + len(tokens)]
+
+    # -- limits ------------------------------------------------------------------------------------------------------
+
+    def _sampling(self, prompt: int, added: int, max_tokens: int | None, stop: list[str]) -> Sampling:
+        """The settings of a turn, shortened to what the episode and the context have left."""
+        asked, limits = self._episode.sampling, self._episode.limits
+        left = limits.max_episode_tokens - self.tokens - added
+        if left < 1:
+            raise LimitReached("max_tokens")
+        room = [asked.max_tokens, left, max_tokens or asked.max_tokens]
+        if self._window:
+            room.append(self._window - prompt)
+        if min(room) < 1:
+            raise LimitReached("context_window")
+        return Sampling(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            max_tokens=min(room),
+            stop_ids=asked.stop_ids or self._rendering.stop_ids,
+            stop=[*asked.stop, *stop],
+        )
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def _record_prompt(self, plan: _Plan, messages: list[Message], agent: str, step: int) -> int:
+        parent = plan.parent
+        for part in plan.parts[:-1]:
+            message = messages[part.message]
+            role = str(message.get("role", ""))
+            provenance = np.asarray(part.provenance, np.uint8)
+            parent = self._add(
+                parent,
+                role,
+                agent,
+                -1 if role == "system" else step,
+                part.ids,
+                provenance,
+                _NO_LOGPROBS,
+                _NOTHING,
+                _text(message),
+            )
+        return parent
 
     def _add(
         self,
+        parent: int,
         role: str,
-        text: str,
+        agent: str,
         step: int,
         ids: list[int],
-        provenance: np.ndarray,
-        logprobs: np.ndarray,
-        versions: np.ndarray,
-    ) -> None:
-        node = Node(len(self.nodes) - 1, role, step, np.asarray(ids, np.int32), provenance, logprobs, versions, text)
+        provenance: np.ndarray[Any, Any],
+        logprobs: np.ndarray[Any, Any],
+        versions: np.ndarray[Any, Any],
+        text: str,
+    ) -> int:
+        node = Node(parent, role, step, np.asarray(ids, np.int32), provenance, logprobs, versions, text, agent)
         node.check()
         self.nodes.append(node)
-        self._ids += ids
+        self.tokens += len(ids)
+        self._children.setdefault((parent, agent), []).append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
+
+
+def _keys(agent: str, tools: list[Tool] | None, messages: list[Message], before: bytes | None = None) -> list[bytes]:
+    """A digest of each beginning of the conversation: the empty one, the first message, the first two, …
+
+    Two conversations with the same key say the same; thoughts do not count, since clients do not send them back.
+    """
+    keys = [hashlib.blake2b(json.dumps([agent, tools or []], default=str).encode()).digest() if before is None else before]
+    for message in messages:
+        calls = [_call_key(call) for call in message.get("tool_calls") or []]
+        said = [message.get("role"), _text(message).strip(), calls, message.get("tool_call_id") or ""]
+        keys.append(hashlib.blake2b(keys[-1] + json.dumps(said, default=str).encode(), digest_size=32).digest())
+    return keys
+
+
+def _call_key(call: Any) -> list[Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # broken as the agent wrote it: compared as text
+            arguments = json.loads(arguments)
+    return [call.get("id", ""), function.get("name", ""), json.dumps(arguments, sort_keys=True, default=str)]
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _identified(call: SaidCall, turn: int, number: int, finish: str) -> SaidCall:
+    call.id = call.id or f"call_{turn}_{number}"
+    if call.status == "truncated" and finish == "stop":
+        call.status = "malformed"  # the agent ended its turn there: nobody cut it
+    return call

@@ -38,6 +38,9 @@ class ModelSettings(_Section):
     """[model]: the policy."""
 
     path: str = Field("", description="Hugging Face folder or a fetched model's name; empty: make [model.tiny]")
+    renderer: str = Field(
+        "auto", description="messages to tokens: auto, chatml, generic, a family such as qwen3, or module:Class of your own"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights that are served")
     lora: LoraSettings | None = Field(None, description="train adapters instead of all weights")
     tiny: TinyModel = Field(default_factory=TinyModel)
@@ -54,13 +57,34 @@ class RolloutSettings(_Section):
     top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
     max_tokens: int = Field(64, ge=1, description="tokens the agent may say in one turn")
     max_episode_tokens: int = Field(4096, ge=8, description="tokens of a whole episode, observations included")
-    on_failure: Literal["drop-episode", "drop-group"] = Field(
-        "drop-episode", description="what happens to a group when an episode stays broken after its retries"
+    context_window: int | None = Field(None, ge=8, description="tokens of a prompt and its turn; unset: what the model can see")
+    max_tool_calls: int = Field(64, ge=1, description="tool calls that an episode may take")
+    stop: list[str] = Field(default_factory=list, description="strings that end a turn, beside the model's own end of turn")
+    oversample: float = Field(
+        0.0, ge=0, le=4, description="share of further groups that are started; the stragglers are cancelled when enough are in"
     )
-    attempts: int = Field(3, ge=1, description="attempts at an episode before it counts as failed")
+    filter: Literal["none", "informative"] = Field(
+        "none", description="informative: groups whose rewards are all equal are stored, not trained, and replaced"
+    )
+    on_failure: Literal["retry", "drop-episode", "drop-group"] = Field(
+        "retry",
+        description="an episode that broke: retry elsewhere with the same task and seed (then drop its group), or drop at once "
+        "the episode or its whole group",
+    )
+    attempts: int = Field(3, ge=1, description="with retry: attempts at an episode before it counts as failed")
+    quarantine_after: int = Field(3, ge=1, description="failures that are the task's own until it is never dispatched again")
     env_step_s: float = Field(30.0, gt=0, description="seconds that a world may take for one step")
     generate_s: float = Field(120.0, gt=0, description="seconds that one turn's generation may take")
     episode_s: float = Field(600.0, gt=0, description="seconds that one episode may take")
+
+
+class AgentSettings(_Section):
+    """[agent]: how the policy and the world take turns."""
+
+    loop: Literal["auto", "text", "react", "program"] = Field(
+        "auto", description="auto: react if the world has tools, else text; program: your own harness (see docs/loops.md)"
+    )
+    program: str = Field("", description="module:function or file.py:function of the harness, for loop = 'program'")
 
 
 class GeneratorSettings(_Section):
@@ -99,8 +123,10 @@ class RunConfig(_Section):
     steps: int = Field(100, ge=1, description="training steps")
     checkpoint_every: int = Field(20, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints that are kept")
+    max_restarts: int = Field(8, ge=0, description="deaths of one actor within five minutes that stop the run")
     env: EnvSettings = Field(default_factory=EnvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
+    agent: AgentSettings = Field(default_factory=AgentSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)

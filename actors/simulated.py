@@ -5,7 +5,8 @@ Owns a deterministic event loop and the mailboxes between the actors in it. Prom
 - time is virtual: a day of waiting costs nothing, and a run in which everybody waits for ever is an error, not a hang;
 - messages cross as bytes of `protocol.codec`, as on Ray, and fail as on Ray: an actor that dies takes its calls with it
   (`ActorLost`, "may or may not have been executed"), and a new one of that name starts from what is on disk;
-- a crash may happen at any await: the dead actor's tasks are cancelled and whatever they still try to send is dropped.
+- a crash may happen at any await: the dead actor's tasks are cancelled and say nothing more, whatever they catch; what
+  was sent before, by an actor that died or by a caller that waits no longer, still arrives.
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class SimulatedContext:
 
     async def spawn(self, name: str, cls: type[Any], resources: dict[str, float] | None = None, **kwargs: Any) -> int:
         simulation = self.simulation
+        _check_alive()
         await asyncio.sleep(simulation.travel())
         if name in simulation.actors:
             raise TroupeError(f"there is an actor '{name}' already")
@@ -226,20 +228,24 @@ class SimulatedContext:
         return 0
 
     async def exists(self, name: str) -> bool:
+        _check_alive()
         await asyncio.sleep(self.simulation.travel())
         return name in self.simulation.actors
 
     async def watch(self, name: str) -> str:
+        _check_alive()
         actor = self.simulation.actors.get(name)
         if actor is None:
             return "it does not exist"
         return await asyncio.shield(actor.ended)
 
     async def kill(self, name: str) -> None:
+        _check_alive()
         await asyncio.sleep(self.simulation.travel())
         self.simulation.crash(name, "ended on purpose")
 
     def die(self, reason: str) -> None:
+        _check_alive()
         self.simulation.crash(self.name, reason)
 
 
@@ -259,8 +265,23 @@ class _Proxy:
         return call
 
 
+def _check_alive() -> None:
+    """A dead actor does nothing more, though it may catch its cancellation and try to."""
+    actor = _current.get()
+    if actor is not None and actor.dead:
+        raise asyncio.CancelledError(f"{actor.name} is dead")
+
+
 async def _call(simulation: Simulation, name: str, method: str, message: Any) -> Any:
-    data, blobs = codec.encode(message)
+    _check_alive()
+    # A message on its way belongs to nobody: it arrives even if its sender dies or waits no longer.
+    work = _deliver(simulation, name, method, *codec.encode(message))
+    delivery = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+    delivery.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to hear it
+    return await asyncio.shield(delivery)
+
+
+async def _deliver(simulation: Simulation, name: str, method: str, data: bytes, blobs: list[Any]) -> Any:
     dice, chaos = simulation.dice, simulation.chaos
     await asyncio.sleep(simulation.travel())
     actor = simulation.actors.get(name)

@@ -52,14 +52,18 @@ from troupe.protocol.messages import (
 from troupe.protocol.trajectory import Kind, Trajectory
 
 MANIFEST = "manifest.jsonl"
-VERSION = 1
+VERSION = 2
+_MESSAGE_CHARS = 300
 _MAX_FENCES = 100_000
 _LOCK_TRIES, _LOCK_PAUSE_S = 20, 0.25
 
 
 @dataclass(slots=True)
 class Group:
-    """One committed group: its record batch is bytes [start, end) of `segment` (none if it has no rows)."""
+    """One committed group: its record batch is bytes [start, end) of `segment` (none if it has no rows).
+
+    tokens: sampled. data_failures: task id → the messages (their beginnings) of its failures of kind "data".
+    """
 
     segment: str
     start: int
@@ -72,6 +76,9 @@ class Group:
     episodes: list[str]
     completed: int
     failed: int
+    cancelled: int
+    tokens: int
+    data_failures: dict[str, list[str]]
 
 
 _Key = tuple[Kind, int, int]
@@ -82,6 +89,8 @@ class _Deposited:
     attempt: int
     kind: Kind
     status: str
+    tokens: int
+    data_failure: tuple[str, str] | None  # task id and message
     row: pa.RecordBatch
 
 
@@ -172,7 +181,9 @@ class Store:
         _check(trajectory)
         # Encoded now, so that what is accepted can certainly be written.
         row = arrow.to_table([trajectory]).to_batches()[0]
-        self._deposits[episode] = _Deposited(attempt, trajectory.kind, trajectory.status, row)
+        failure = trajectory.failure if trajectory.status == "failed" else None
+        data = (trajectory.task.id, failure.message[:_MESSAGE_CHARS]) if failure and failure.kind == "data" else None
+        self._deposits[episode] = _Deposited(attempt, trajectory.kind, trajectory.status, trajectory.policy_tokens, data, row)
         return Receipt(True)
 
     async def fence(self, message: Fence) -> Ack:
@@ -234,14 +245,21 @@ class Store:
         return Batch(message.step, self._context.blobs.put(table), table.num_rows)
 
     async def committed(self, message: GetCommitted) -> Committed:
-        """Which groups are durable. `dropped`: training groups that a filter dropped."""
+        """Which groups are durable, and what is counted in them."""
         self._check_ready()
         groups = self._groups.values()
+        data_failures: dict[str, list[str]] = {}
+        for group in groups:
+            for task, messages in group.data_failures.items():
+                data_failures.setdefault(task, []).extend(messages)
         return Committed(
             groups={step: [group.group for group in of_step] for step, of_step in sorted(self._training.items())},
             dropped=[group.group for group in groups if group.kind == "train" and not group.trains],
             completed=sum(group.completed for group in groups),
             failed=sum(group.failed for group in groups),
+            cancelled=sum(group.cancelled for group in groups),
+            tokens=sum(group.tokens for group in groups),
+            data_failures=data_failures,
         )
 
     async def health(self, message: Ping) -> Health:
@@ -343,6 +361,11 @@ class Store:
                 data.append(pa.concat_batches([deposit.row for deposit in write.deposits]).serialize())
                 end += data[-1].size
             statuses = [deposit.status for deposit in write.deposits]
+            data_failures: dict[str, list[str]] = {}
+            for deposit in write.deposits:
+                if deposit.data_failure is not None:
+                    task, message = deposit.data_failure
+                    data_failures.setdefault(task, []).append(message)
             groups.append(
                 Group(
                     segment=self._segment,
@@ -356,6 +379,9 @@ class Store:
                     episodes=write.message.episodes,
                     completed=statuses.count("completed"),
                     failed=statuses.count("failed"),
+                    cancelled=statuses.count("cancelled"),
+                    tokens=sum(deposit.tokens for deposit in write.deposits),
+                    data_failures=data_failures,
                 )
             )
         if data:

@@ -35,7 +35,8 @@ from typing import Any
 
 import typer
 
-from troupe.actors.rendering import ChatML
+from troupe.actors import rendering
+from troupe.actors.rendering import Message, Rendering
 from troupe.actors.settings import RunConfig
 from troupe.cluster import config as recipes
 from troupe.envs import registry
@@ -329,7 +330,7 @@ class Lakes:
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         self._config = config
-        self._chat = ChatML(folder)
+        self._chat = rendering.load(folder)
         self._kind = registry.find(config.env.name)
         self._turns = config.env.max_turns or self._kind.max_turns
         self._tasks: dict[str, Task] = {}
@@ -393,7 +394,7 @@ class Lakes:
 class _Episode:
     """What `actors/loops/text.py` and the recorder do, one turn at a time."""
 
-    def __init__(self, world: Any, task: Task, chat: ChatML) -> None:
+    def __init__(self, world: Any, task: Task, chat: Rendering) -> None:
         self.prompt: list[int] = []
         self.completion: list[int] = []
         self.mask: list[int] = []
@@ -401,14 +402,17 @@ class _Episode:
         self.done = False
         self._world, self._chat = world, chat
         world.rng = rng_of(task)
-        self._heard = chat.message("user", world.reset(task))[0]
+        self._heard: Message = {"role": "user", "content": world.reset(task)}
+        self._said: list[int] = []
 
     def listen(self) -> list[int]:
         """Takes in what came back; the context for the next turn."""
-        heard = [*self._heard, *self._chat.opening()]
         if not self.prompt:
-            self.prompt = heard
+            self.prompt = [id_ for part in self._chat.opening([self._heard]) for id_ in part.ids]
         else:
+            context = self.prompt + self.completion
+            before = context[: len(context) - len(self._said)]
+            heard = [id_ for part in self._chat.extension(before, self._said, [self._heard]) or [] for id_ in part.ids]
             self.completion += heard
             self.mask += [0] * len(heard)
         return self.prompt + self.completion
@@ -426,7 +430,7 @@ class _Episode:
         else:
             self.earned += turn.reward
             self.done, observation = turn.done, turn.text
-        self._heard = self._chat.closing(said) + self._chat.message("user", observation)[0]
+        self._said, self._heard = said, {"role": "user", "content": observation}
 
 
 # -- the same examination for both -------------------------------------------------------------------------------------
@@ -437,14 +441,14 @@ async def held_out(config: RunConfig, folder: str, model: Any) -> float:
     limits and sampling seeds. `folder` holds model and tokenizer."""
     from troupe.actors.dispatcher import seed_of
     from troupe.actors.factories import make_engine
-    from troupe.actors.loops.base import Outcome
+    from troupe.actors.loops.base import Outcome, Stage
     from troupe.actors.loops.text import text
     from troupe.actors.recorder import Recorder
     from troupe.envs.drive import Driver
     from troupe.learner.model import tensors_of
     from troupe.protocol.messages import Limits, RunEpisode, Sampling
 
-    world, chat, rollout = registry.find(config.env.name), ChatML(folder), config.rollout
+    world, chat, rollout = registry.find(config.env.name), rendering.load(folder), config.rollout
     limits = Limits(config.env.max_turns or world.max_turns, rollout.max_episode_tokens)
     sampling = Sampling(temperature=config.eval.temperature, max_tokens=rollout.max_tokens)
     engine = make_engine("evaluation", config.generator, config.model_settings(folder), config.seed)
@@ -457,7 +461,7 @@ async def held_out(config: RunConfig, folder: str, model: Any) -> float:
             outcome = Outcome()
             driver = Driver(registry.make(world, config.env.options))
             try:
-                await text(driver, world, task, Recorder(message, chat, engine), limits, outcome)
+                await text(Stage(driver, world.system, task, Recorder(message, chat, engine), limits, outcome))
             finally:
                 await driver.close()
                 await engine.end_session(f"{index}/0")

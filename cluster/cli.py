@@ -143,6 +143,29 @@ def query(
 
 
 @app.command()
+def trace(
+    run: RUN,
+    trajectory: Annotated[str | None, typer.Argument(help="an id, or a unique part of one; none: lists the latest")] = None,
+    best: Annotated[bool, typer.Option("--best", help="the one of the highest reward")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="the one of the lowest reward")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="only those that broke")] = False,
+    step: Annotated[int | None, typer.Option(help="only those of this training step")] = None,
+    branch: Annotated[int | None, typer.Option(help="only this branch (default: all, what they share once)")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens/--no-tokens", help="also each token: id, logprob, version")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="one JSON object with everything")] = False,
+    width: Annotated[int | None, typer.Option(min=40, max=1000, help="columns (default: the terminal's)")] = None,
+) -> None:
+    """Shows one trajectory: its turns, tool calls and rewards, and which tokens are trained. Also while the run is live.
+
+    troupe trace RUN --best --tokens
+    """
+    from troupe.cluster.trace import show
+
+    choice: dict[str, Any] = {"best": best, "worst": worst, "failed": failed, "step": step}
+    show(run, trajectory, **choice, branch=branch, tokens=tokens, as_json=json_, width=width)
+
+
+@app.command()
 def config(
     recipe: Annotated[str, typer.Argument(help="a recipe or a run folder's config.toml")],
     set_: SET = None,

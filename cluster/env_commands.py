@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ def show(name: NAME, option: OPTION = None) -> None:
     world = registry.find(name)
     options = _options(option)
     driver = _driver(world, options)
-    opening = asyncio.run(_opening(driver, world.task("train", 0)))
+    opening, tools = asyncio.run(_opening(driver, world.task("train", 0)))
     print(f"{world.name or world.__name__}   {inspect.getmodule(world).__name__}:{world.__qualname__}")  # type: ignore[union-attr]
     print(f"\n{inspect.getdoc(world) or 'It has no docstring.'}")
     takes = [
@@ -56,6 +57,8 @@ def show(name: NAME, option: OPTION = None) -> None:
     print("\noptions\n" + ("\n".join(takes) or "  none"))
     print(f"\nat most {world.max_turns} turns")
     print("\nwhat the agent is told first\n" + _indented(world.system or "(no system prompt)"))
+    if tools:
+        print("\ntools of the first training task\n" + _indented("\n".join(map(_tool, tools))))
     print("\nthe first training task opens with\n" + _indented(opening))
 
 
@@ -66,7 +69,7 @@ def play(
     split: Annotated[str, typer.Option(help="train or heldout")] = "train",
     option: OPTION = None,
 ) -> None:
-    """Lets you be the agent. Ctrl-D or Ctrl-C leaves."""
+    """Lets you be the agent. In a world with tools, NAME {"argument": value} calls one. Ctrl-D or Ctrl-C leaves."""
     from troupe.envs import registry
     from troupe.envs.base import SPLITS
     from troupe.protocol.errors import ConfigError, nearest
@@ -89,6 +92,7 @@ def check(
     name: NAME,
     option: OPTION = None,
     episodes: Annotated[int, typer.Option(min=1, help="episodes to play")] = 20,
+    timeout: Annotated[float, typer.Option(min=0.01, help="seconds that each call of the world may take")] = 30.0,
 ) -> None:
     """Checks a world: reproducible, isolated, fast, safe against garbage. Exit code 1 if a promise is broken."""
     from rich.console import Console
@@ -98,7 +102,7 @@ def check(
     from troupe.envs import registry
     from troupe.envs.check import check as examine
 
-    report = examine(registry.find(name), _options(option), episodes=episodes)
+    report = examine(registry.find(name), _options(option), episodes=episodes, timeout_s=timeout)
     marks = {True: Text("ok", "green"), False: Text("broken", "bold red"), None: Text("unknown", "yellow")}
     table = Table("", "promise", "seen", box=None, pad_edge=False)
     for finding in report.findings:
@@ -136,9 +140,9 @@ def _driver(world: Any, options: dict[str, Any]) -> Any:
     return Driver(registry.make(world, options))
 
 
-async def _opening(driver: Any, task: Any) -> str:
+async def _opening(driver: Any, task: Any) -> tuple[str, list[dict[str, Any]]]:
     try:
-        return str(await driver.reset(task))
+        return await driver.reset(task), driver.tools()
     finally:
         await driver.close()
 
@@ -147,32 +151,78 @@ def _play(run: Callable[[Coroutine[Any, Any, Any]], Any], driver: Any, task: Any
     """One episode with a person as the agent. Raises EOFError or KeyboardInterrupt when they have had enough."""
     from rich.console import Console
 
-    from troupe.envs.base import action_of
-    from troupe.protocol.errors import InvalidAction
+    from troupe.protocol.errors import BadArguments, InvalidAction, UnknownTool
 
     console = Console(highlight=False, markup=False)
     if driver.world.system:
         console.print(driver.world.system + "\n", style="dim")
-    console.print(run(driver.reset(task)))
+    opening = run(driver.reset(task))
+    if tools := driver.tools():
+        console.print("\n".join(map(_tool, tools)), style="dim")
+        console.print('Call one with: name {"argument": value}. Anything else that you write is your answer.\n', style="dim")
+    console.print(opening)
     score = 0.0
     for turn in range(1, driver.world.max_turns + 1):
-        said = console.input("> ")
         try:
-            result = run(driver.step(action_of(said)))
-        except InvalidAction as error:
-            console.print(f"Invalid action: {error}")
+            result = run(_act(driver, console.input("> ")))
+        except (UnknownTool, BadArguments, InvalidAction) as error:
+            kind = {UnknownTool: "Unknown tool", BadArguments: "Bad arguments"}.get(type(error), "Invalid action")
+            console.print(f"{kind}: {error}")
             continue
         score += result.reward
-        console.print(result.text)
-        if result.reward or result.parts:
-            parts = f" ({', '.join(f'{name} {value:g}' for name, value in result.parts.items())})" if result.parts else ""
-            console.print(f"reward {result.reward:g}{parts}", style="green" if result.reward > 0 else "yellow")
+        if result.text:
+            console.print(result.text)
+        _print_reward(console, result)
         if result.done:
-            success = result.reward > 0 if result.success is None else result.success
-            verdict = "success" if success else "no success"
-            console.print(f"\nThe episode is over: {verdict}, score {score:g} in {_turns(turn)}.", style="bold")
+            console.print(f"\nThe episode is over: {_verdict(result)}, score {score:g} in {_turns(turn)}.", style="bold")
             return
-    console.print(f"\nThe {_turns(driver.world.max_turns)} are used up: no success, score {score:g}.", style="bold")
+    result = run(driver.verify())
+    if result is not None:
+        score += result.reward
+        _print_reward(console, result)
+    verdict = "no success" if result is None else _verdict(result)
+    console.print(f"\nThe {_turns(driver.world.max_turns)} are used up: {verdict}, score {score:g}.", style="bold")
+
+
+async def _act(driver: Any, said: str) -> Any:
+    """What a person wrote, as a tool call if it looks like one."""
+    from troupe.envs.base import action_of
+    from troupe.protocol.errors import BadArguments
+
+    name, brace, rest = said.partition("{")
+    if not brace or not name.strip().isidentifier() or not driver.tools():
+        return await driver.step(action_of(said))
+    try:
+        arguments = json.loads(brace + rest)
+    except (ValueError, RecursionError) as error:
+        raise BadArguments(f"this is no JSON: {error}") from None
+    return await driver.call(name.strip(), arguments)
+
+
+def _print_reward(console: Any, turn: Any) -> None:
+    if turn.reward or turn.parts:
+        parts = f" ({', '.join(f'{name} {value:g}' for name, value in turn.parts.items())})" if turn.parts else ""
+        console.print(f"reward {turn.reward:g}{parts}", style="green" if turn.reward > 0 else "yellow")
+
+
+def _verdict(turn: Any) -> str:
+    return "success" if (turn.reward > 0 if turn.success is None else turn.success) else "no success"
+
+
+def _tool(spec: dict[str, Any]) -> str:
+    """find_item(name: string): Find the id of an item."""
+    parameters = spec["parameters"]
+    required = parameters.get("required", ())
+    takes = (f"{name}{'' if name in required else '?'}: {_type(s)}" for name, s in parameters.get("properties", {}).items())
+    return f"{spec['name']}({', '.join(takes)}): {spec.get('description', '')}"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return " | ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " | ".join(map(_type, schema["anyOf"]))
+    return str(schema.get("type") or schema.get("$ref", "any").rpartition("/")[2])
 
 
 def _turns(number: int) -> str:

@@ -50,17 +50,19 @@ class Launched:
 
 
 def check(config: RunConfig) -> None:
-    """Raises ConfigError for what would only come to light once the actors are started."""
+    """Raises ConfigError for what would only come to light once the actors are started, and settles what is "auto"."""
+    from troupe.actors import loops, rendering
     from troupe.envs import registry
     from troupe.learner import advantages
 
     world = registry.find(config.env.name)
     registry.make(world, config.env.options)
+    loops.choose(config.agent, world)
     advantages.find(config.learner.advantage)
     if config.model.path:
         from troupe.cluster.models import resolve
 
-        resolve(config.model.path)
+        config.model.renderer = rendering.load(str(resolve(config.model.path)), config.model.renderer).name
     elif next(iter(world.corpus()), None) is None:
         raise ConfigError(
             f"world '{config.env.name}' has no corpus() to make a small policy's tokenizer from: name a pretrained model "

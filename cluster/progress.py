@@ -128,6 +128,7 @@ def closing(summary: dict[str, Any], folder: str, world: str) -> str:
         f"Everything lies in {folder} (config, metrics, trajectories, checkpoints, summary.json).",
         "Next:",
         f'  troupe query {folder} "SELECT step, avg(reward) FROM trajectories GROUP BY step ORDER BY step"',
+        f"  troupe trace {folder} --best",
         f"  troupe serve {folder}",
         f"  troupe env play {world}",
     ]

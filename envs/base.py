@@ -65,6 +65,10 @@ class TextWorld:
         if options:
             raise TypeError(f"{type(self).__name__} takes no options, got {', '.join(sorted(options))}")
 
+    def _begin(self, task: Task) -> None:
+        """Called by the driver before each `reset`."""
+        self.rng = rng_of(task)
+
     # -- to be written by a world ------------------------------------------------------------------------------------
 
     def reset(self, task: Task) -> Any:

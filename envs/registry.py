@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from troupe.envs.base import TextWorld
+from troupe.envs.tools import ToolWorld
 from troupe.protocol.errors import ConfigError, nearest
 
 GROUP = "troupe.envs"
@@ -29,6 +30,7 @@ BUILT_IN = {
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
+    "stockroom": "troupe.envs.stockroom:Stockroom",
 }
 
 
@@ -59,10 +61,13 @@ def find(name: str) -> type[TextWorld]:
         raise ConfigError(f"environment '{name}' is a {type(found).__name__}, not a class{_suggest(place, module)}")
     if not issubclass(found, TextWorld):
         raise ConfigError(f"environment '{name}' is not a world: derive it from troupe.envs.TextWorld")
-    missing = [method for method in ("reset", "step") if getattr(found, method) is getattr(TextWorld, method)]
+    world: type[TextWorld] = found
+    missing = [method for method in ("reset", "step") if getattr(world, method) is getattr(TextWorld, method)]
+    if issubclass(world, ToolWorld) and world.step is ToolWorld.step and world.verify is ToolWorld.verify:
+        missing.append("verify")
     if missing:
         raise ConfigError(f"environment '{name}' is not a whole world: define {' and '.join(missing)}")
-    return found
+    return world
 
 
 def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:

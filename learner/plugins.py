@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Generic, TypeVar
 
 from troupe.protocol.errors import ConfigError, nearest
+from troupe.protocol.importing import module_at
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -41,7 +37,7 @@ class Registry(Generic[Function]):
             raise ConfigError(f"unknown {self.kind} '{name}'.{nearest(name, self._known)} Known: {known}")
         where, _, attribute = name.rpartition(":")
         try:
-            module = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+            module = module_at(where)
         except Exception as error:  # anything may go wrong in a user's module; it is always the setting that is wrong
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{self.kind} '{name}': {where} cannot be imported: {reason}") from error
@@ -51,13 +47,3 @@ class Registry(Generic[Function]):
             hint = nearest(attribute, functions)
             raise ConfigError(f"{self.kind} '{name}': {where} has no function '{attribute}'.{hint}")
         return function  # type: ignore[no-any-return]
-
-
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: '{path}'")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses in the file look their module up
-    spec.loader.exec_module(module)
-    return module

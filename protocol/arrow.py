@@ -19,12 +19,17 @@ import numpy as np
 import pyarrow as pa
 
 from troupe.protocol.errors import StoreError
-from troupe.protocol.trajectory import Failure, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import Call, Failure, Node, Step, Task, Trajectory
 
-VERSION = 1
+VERSION = 2
 _VERSION_KEY = b"troupe.trajectories"
 
 _ARRAYS = {"tokens": np.int32, "provenance": np.uint8, "logprobs": np.float32, "versions": np.int32}
+
+CALL = pa.struct(
+    [("id", pa.string()), ("name", pa.string()), ("arguments", pa.string()), ("status", pa.string()), ("seconds", pa.float64())]
+)
+"""One tool call; the fields of `trajectory.Call`, in their order."""
 
 STEP = pa.struct(
     [
@@ -37,6 +42,8 @@ STEP = pa.struct(
         ("truncated", pa.bool_()),
         ("generate_s", pa.float64()),
         ("env_s", pa.float64()),
+        ("finish", pa.string()),
+        ("calls", pa.list_(CALL)),
     ]
 )
 """One act → observe round; the fields of `trajectory.Step`, in their order."""
@@ -191,13 +198,23 @@ def _steps(steps: list[Step]) -> pa.Array:
     parts = [step.parts for step in steps]
     keys = pa.array([key for part in parts for key in part], pa.string())
     items = pa.array([value for part in parts for value in part.values()], pa.float64())
+    nested = {
+        "parts": pa.MapArray.from_arrays(_offsets(parts), keys, items),
+        "calls": pa.ListArray.from_arrays(
+            _offsets([step.calls for step in steps]), _structs([call for step in steps for call in step.calls], CALL)
+        ),
+    }
+    return _structs(steps, STEP, nested)
+
+
+def _structs(items: Sequence[Any], kind: pa.StructType, nested: dict[str, pa.Array] | None = None) -> pa.Array:
+    """Objects as structs, field by field; the columns in `nested` are ready."""
+    ready = nested or {}
     arrays = [
-        pa.MapArray.from_arrays(_offsets(parts), keys, items)
-        if field.name == "parts"
-        else pa.array(list(map(attrgetter(field.name), steps)), field.type)
-        for field in STEP
+        ready[field.name] if field.name in ready else pa.array([getattr(item, field.name) for item in items], field.type)
+        for field in kind
     ]
-    return pa.StructArray.from_arrays(arrays, fields=list(STEP))
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
 
 
 def _nodes(nodes: list[Node]) -> pa.Array:
@@ -243,6 +260,8 @@ def _read_steps(flat: pa.StructArray) -> list[Step]:
     columns = [array.to_pylist() for array in flat.flatten()]
     parts = STEP.get_field_index("parts")
     columns[parts] = [dict(pairs) for pairs in columns[parts]]
+    calls = STEP.get_field_index("calls")
+    columns[calls] = [[Call(**call) for call in row] for row in columns[calls]]
     return [Step(*row) for row in zip(*columns, strict=True)]
 
 

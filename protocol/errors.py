@@ -48,6 +48,14 @@ class InvalidAction(TroupeError):
     """A world could not read the agent's action. The agent is told so and the episode goes on."""
 
 
+class UnknownTool(TroupeError):
+    """The agent called a tool that the world does not have. It is told so and the episode goes on."""
+
+
+class BadArguments(TroupeError):
+    """The agent called a tool with arguments that it does not take. It is told so and the episode goes on."""
+
+
 class EpisodeError(TroupeError):
     """An episode broke. It is retried or excluded, never rewarded (law 6)."""
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from troupe.protocol.trajectory import Float32, Int32, Kind, Status, StopReason, Task, Trajectory
+from troupe.protocol.trajectory import Finish, Float32, Int32, Kind, Status, StopReason, Task, Trajectory
 
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
@@ -61,7 +61,8 @@ class Health:
 class Sampling:
     """How tokens are drawn. Logprobs are of the distribution after temperature, top_k and top_p.
 
-    max_tokens: per turn. top_k 0 and top_p 1 mean off. stop_ids end a turn and are kept as sampled tokens.
+    max_tokens: per turn. top_k 0 and top_p 1 mean off. stop_ids end a turn and are kept as sampled tokens, as is every
+    token up to the one in which a string of `stop` is complete.
     """
 
     __pydantic_config__ = _CONFIG
@@ -70,15 +71,21 @@ class Sampling:
     top_k: int = 0
     max_tokens: int = 64
     stop_ids: list[int] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Limits:
-    """Named limits of an episode; reaching one is its stop reason. Seconds for the *_s fields."""
+    """Named limits of an episode; docs/limits.md says what happens at each. Seconds for the *_s fields.
+
+    max_episode_tokens: of all branches, each node once. context_window: of one branch; 0: unlimited.
+    """
 
     __pydantic_config__ = _CONFIG
     max_turns: int = 8
     max_episode_tokens: int = 4096
+    context_window: int = 0
+    max_tool_calls: int = 64
     generate_s: float = 120.0
     env_step_s: float = 30.0
     episode_s: float = 600.0
@@ -111,7 +118,7 @@ class Generated:
     tokens: Int32
     logprobs: Float32
     versions: Int32
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     generator: str = ""
 
 
@@ -274,7 +281,11 @@ class Evaluated:
 
 @dataclass(slots=True)
 class DispatcherStatus:
-    """Counts since the run began (restored after a restart). `tokens`: sampled, evaluations included."""
+    """Counts since the run began (restored after a restart, but for `retried`). `tokens`: sampled, evaluations included.
+
+    dropped_groups: that a failure, a filter or over-sampling kept from training; filtered_groups: of these, by the filter.
+    quarantined: task id → what it failed with.
+    """
 
     __pydantic_config__ = _CONFIG
     version: int
@@ -283,7 +294,10 @@ class DispatcherStatus:
     failed: int
     retried: int
     dropped_groups: int
+    cancelled: int = 0
+    filtered_groups: int = 0
     tokens: int = 0
+    quarantined: dict[str, str] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
 
@@ -384,14 +398,19 @@ class GetCommitted:
 
 @dataclass(slots=True)
 class Committed:
-    """Group numbers by training step, for the groups that train; and counts of everything stored."""
+    """Group numbers by training step, for the groups that train; and counts of everything stored.
+
+    dropped: training groups that do not train. data_failures: task id → messages of its failures of kind "data".
+    """
 
     __pydantic_config__ = _CONFIG
     groups: dict[int, list[int]]
     dropped: list[int]
     completed: int
     failed: int
+    cancelled: int = 0
     tokens: int = 0
+    data_failures: dict[str, list[str]] = field(default_factory=dict)
 
 
 # -- learner ---------------------------------------------------------------------------------------------------------

@@ -36,13 +36,30 @@ Float32: TypeAlias = Annotated[np.ndarray[Any, np.dtype[np.float32]], _array(np.
 Status = Literal["completed", "failed", "cancelled"]
 Kind = Literal["train", "eval"]
 StopReason = Literal[
-    "terminated",  # the world said that the episode is over
+    "terminated",  # the world, or the agent's own program, said that the episode is over
     "max_turns",  # the agent used up its turns
-    "max_tokens",  # the agent used up its tokens, or the context window is full
-    "wall_clock",  # the episode took too long
+    "max_tokens",  # the trajectory used up its tokens
+    "context_window",  # the next turn would not fit into the model's context
+    "max_tool_calls",  # the agent used up its tool calls
+    "wall_clock",  # the episode, one of its generations or one of the world's steps took too long
     "failed",  # it broke; see `failure`
     "cancelled",  # nobody needs it any more
 ]
+Finish = Literal[
+    "stop",  # the agent ended its turn itself: with a stop id, which is kept as sampled, or a stop string
+    "length",  # cut by a token limit; the scaffold that closes the turn is `TEMPLATE`
+    "abort",  # cut from outside
+]
+CallStatus = Literal[
+    "ok",  # the tool answered
+    "failed",  # the tool was run and refused or failed; the agent was told
+    "malformed",  # what the agent wrote is no call: broken JSON, no name, a list where an object belongs
+    "unknown_tool",  # well formed, but the world has no tool of that name
+    "bad_arguments",  # the tool exists and does not take these arguments
+    "truncated",  # the turn was cut before the call was whole
+    "refused",  # beyond a limit of the episode; not run
+]
+"""How a tool call ended. Only "failed" is the tool's doing, only "ok" and "failed" were run."""
 
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
@@ -91,8 +108,23 @@ class Node:
 
 
 @dataclass(slots=True)
+class Call:
+    """One tool call of a turn. `arguments`: JSON as the agent wrote it, however broken. `seconds`: the tool's own."""
+
+    __pydantic_config__ = _CONFIG
+    id: str
+    name: str
+    arguments: str
+    status: CallStatus
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class Step:
-    """One act → observe round. `parts` are named parts of `reward`; `state_key` is the anchor state acted from."""
+    """One act → observe round. `parts` are named parts of `reward`; `state_key` is the anchor state acted from.
+
+    calls: the turn's tool calls, in the order in which the agent wrote them. finish: how the turn's sampling ended.
+    """
 
     __pydantic_config__ = _CONFIG
     reward: float = 0.0
@@ -104,6 +136,8 @@ class Step:
     truncated: bool = False
     generate_s: float = 0.0
     env_s: float = 0.0
+    finish: Finish = "stop"
+    calls: list[Call] = field(default_factory=list)
 
 
 @dataclass(slots=True)

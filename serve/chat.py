@@ -2,18 +2,19 @@
 
 Source: the Chat Completions reference of OpenAI. Promises:
 - fields that we do not know are ignored, as clients send many; a known field of a wrong type or range is a 400 that names it;
-- what we know and cannot do (`top_logprobs` above 0, images) is refused, never silently left out.
+- what we know and cannot do (`top_logprobs` above 0, images, a forced tool, JSON mode) is refused, never silently left out.
 """
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from troupe.actors.rendering import ChatML
+from troupe.actors.rendering import Message, Rendering, SaidCall, Tool
 
 MAX_CHOICES = 64
 MAX_STOPS = 16
@@ -41,11 +42,48 @@ def _text(content: Any) -> Any:
     return content
 
 
+class CalledFunction(_Ignoring):
+    """What a turn called. arguments: JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Ignoring):
+    """A tool call of the policy's own earlier turn."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(_Ignoring):
+    """A function that the policy may call. parameters: JSON schema."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class ToolSpec(_Ignoring):
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ResponseFormat(_Ignoring):
+    """Only text: this policy's sampling is not constrained by a grammar."""
+
+    type: Literal["text"]
+
+
 class ChatMessage(_Ignoring):
     """One message of the conversation so far."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)] = ""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> ChatMessage:
@@ -72,6 +110,9 @@ class ChatRequest(_Ignoring):
     stop: str | list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=0)
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -80,6 +121,11 @@ class ChatRequest(_Ignoring):
         """The stop strings, empty ones left out."""
         given = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [text for text in given if text]
+
+    @property
+    def functions(self) -> list[Tool]:
+        """The tools that the policy is told of."""
+        return [] if self.tool_choice == "none" else [tool.function.model_dump() for tool in self.tools or []]
 
     @property
     def limit(self) -> int | None:
@@ -96,18 +142,26 @@ class WeightsRequest(BaseModel):
     checkpoint: str | None = Field(None, min_length=1)
 
 
-def render(renderer: ChatML, messages: list[ChatMessage]) -> list[int]:
+def render(rendering: Rendering, messages: list[ChatMessage], tools: list[Tool] | None = None) -> list[int]:
     """Token ids of the conversation with the opening of the answer. The policy's own turns keep its think tokens; what
     others say cannot forge a special token."""
-    ids: list[int] = []
-    for message in messages:
-        if message.role == "assistant":
-            said = renderer.speech(message.content)
-            ids += [*renderer.opening(), *said, *renderer.closing(said)]
-        else:
-            role = "system" if message.role == "developer" else message.role
-            ids += renderer.message(role, message.content)[0]
-    return [*ids, *renderer.opening()]
+    said: list[Message] = [message.model_dump(exclude_none=True) for message in messages]
+    for message in said:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+    return [id_ for part in rendering.opening(said, tools or None) for id_ in part.ids]
+
+
+def called(calls: list[SaidCall], answer: str) -> list[dict[str, Any]]:
+    """`message.tool_calls`: those calls of a turn that can be run. `answer` makes their ids unique."""
+    return [
+        {
+            "id": call.id or f"call_{answer}_{number}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for number, call in enumerate(calls)
+        if call.status == "ok"
+    ]
 
 
 class Shapes:

@@ -14,21 +14,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import tomllib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from troupe.actors import journal
+from troupe.actors import journal, rendering
 from troupe.actors.context import Context, within
 from troupe.actors.director import Director
-from troupe.actors.rendering import ChatML
+from troupe.actors.rendering import Rendering, Tool, until
 from troupe.actors.router import Router
 from troupe.protocol.errors import NotReady, Overloaded, TaskFailed, TroupeError
 from troupe.protocol.messages import Generate, GetStatus, Routes, RunStatus, Sampling, Saved
 from troupe.serve import checkpoints
-from troupe.serve.chat import ChatRequest, WeightsRequest, render
+from troupe.serve.chat import ChatRequest, WeightsRequest, called, render
 from troupe.serve.keeper import Keeper
 
 MAX_ANSWERS = 1024
@@ -68,6 +70,7 @@ class Piece:
     sampled: int = 0
     version: int = -1
     finish: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Gateway:
@@ -77,7 +80,7 @@ class Gateway:
         self._context, self._folder, self._training = context, Path(folder), training
         self._leader = "director" if training else "keeper"
         self._router = Router(context, _GENERATE_S, _PATIENCE_S)
-        self._renderer: ChatML | None = None
+        self._renderer: Rendering | None = None
         self._held = Held(-1, "", [], "starting")
         self._reason = f"the {self._leader} has not answered yet"
         self._following: asyncio.Task[None] | None = None
@@ -141,10 +144,10 @@ class Gateway:
         if self._answers + choices > MAX_ANSWERS:
             raise Overloaded(f"{self._answers} answers are in flight, the limit is {MAX_ANSWERS}: try again later")
         renderer = self._renderer or await self._load_renderer()
-        prompt = render(renderer, request.messages)
+        prompt = render(renderer, request.messages, request.functions)
         return len(prompt), self._pieces(request, renderer, prompt, choices)
 
-    async def _pieces(self, request: ChatRequest, renderer: ChatML, prompt: list[int], choices: int) -> AsyncIterator[Piece]:
+    async def _pieces(self, request: ChatRequest, renderer: Rendering, prompt: list[int], choices: int) -> AsyncIterator[Piece]:
         seed = request.seed if request.seed is not None else secrets.randbits(48)
         pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         speaking = [
@@ -166,7 +169,7 @@ class Gateway:
     async def _speak(
         self,
         request: ChatRequest,
-        renderer: ChatML,
+        renderer: Rendering,
         prompt: list[int],
         choice: int,
         seed: int,
@@ -177,6 +180,7 @@ class Gateway:
         speech = Speech(renderer, request.stops, bool(request.logprobs))
         ids, left, size, version = list(prompt), request.limit, _FIRST_SLICE, self._held.version
         finish: str | None = None
+        held = Piece(choice, "")
         try:
             while finish is None:
                 sampling = Sampling(
@@ -203,7 +207,13 @@ class Gateway:
                     finish = "length"
                 text, said, stopped = speech.hear(tokens, logprobs, last=finish is not None)
                 finish = "stop" if stopped else finish
-                pieces.put_nowait(Piece(choice, text, said, speech.sampled, version, finish))
+                piece = Piece(choice, held.text + text, held.tokens + said, speech.sampled, version, finish)
+                if not request.functions:
+                    pieces.put_nowait(piece)
+                elif finish is None:
+                    held = piece  # a call is none before it is whole
+                else:
+                    pieces.put_nowait(_with_calls(piece, renderer, prompt, ids[len(prompt) :], request.functions, session))
                 size = min(2 * size, _LONGEST_SLICE)
         finally:
             await self._router.end_session(session)
@@ -254,18 +264,37 @@ class Gateway:
             raise NotReady(f"no weight version can answer yet: {self._reason}")
         return self._held
 
-    async def _load_renderer(self) -> ChatML:
+    async def _load_renderer(self) -> Rendering:
         """The tokenizer lies in every checkpoint, and there is one before the first version is announced."""
         newest = await asyncio.to_thread(checkpoints.find, self._folder)
         folder = Path(self._held.checkpoint) / "model" if self._held.checkpoint else newest.model_folder
-        self._renderer = await asyncio.to_thread(ChatML, str(folder))
+        self._renderer = await asyncio.to_thread(rendering.load, str(folder), _renderer_of(self._folder))
         return self._renderer
+
+
+def _renderer_of(run: Path) -> str:
+    """The renderer that the run was trained with."""
+    file = run / "config.toml"
+    settings = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return str(settings.get("model", {}).get("renderer", "auto"))
+
+
+def _with_calls(
+    piece: Piece, rendering: Rendering, prompt: list[int], sampled: list[int], tools: list[Tool], answer: str
+) -> Piece:
+    """A whole answer, with the calls in it that can be run; without any it stays the text that it is."""
+    said = rendering.parse(sampled, prompt, tools)
+    piece.calls = called(said.calls, answer)
+    if piece.calls:
+        piece.text = said.text
+        piece.finish = "tool_calls" if piece.finish == "stop" else piece.finish
+    return piece
 
 
 class Speech:
     """Ids of one choice as they come, and the text that is certain by now."""
 
-    def __init__(self, renderer: ChatML, stops: list[str], with_logprobs: bool) -> None:
+    def __init__(self, renderer: Rendering, stops: list[str], with_logprobs: bool) -> None:
         self._renderer, self._stops, self._with_logprobs = renderer, stops, with_logprobs
         self._end = set(renderer.stop_ids)
         self._ids: list[int] = []
@@ -282,14 +311,13 @@ class Speech:
         self._ids += [t for t, _ in spoken]
         self._logprobs += [p for _, p in spoken]
         text = self._renderer.decode(self._ids)
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            text, last = text[: min(found)], True
+        text, found = until(text, self._stops)
+        last = last or found
         certain = len(text) if last else len(text) - self._uncertain(text)
         new = text[self._shown : certain]
         self._shown = max(self._shown, certain)
         said = self._newly_told(certain, last and not found) if self._with_logprobs else []
-        return new, said, bool(found)
+        return new, said, found
 
     def _uncertain(self, text: str) -> int:
         """Characters at the end that may yet change or turn out to begin a stop string."""

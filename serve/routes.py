@@ -142,7 +142,7 @@ async def _whole(shapes: chat.Shapes, request: ChatRequest, prompt: int, pieces:
     body = [
         {
             "index": i,
-            "message": {"role": "assistant", "content": texts[i], "refusal": None},
+            "message": _message(texts[i], last[i]),
             "logprobs": chat.logprobs(tokens[i]) if request.logprobs else None,
             "finish_reason": last[i].finish,
         }
@@ -167,9 +167,10 @@ async def _events(
             version = max(version, piece.version)
             if not (piece.text or piece.tokens or piece.finish):
                 continue
+            calls = [{"index": at, **call} for at, call in enumerate(piece.calls)]
             choice = {
                 "index": piece.choice,
-                "delta": {"content": piece.text} if piece.text else {},
+                "delta": {**({"content": piece.text} if piece.text else {}), **({"tool_calls": calls} if calls else {})},
                 "logprobs": chat.logprobs(piece.tokens) if request.logprobs else None,
                 "finish_reason": piece.finish,
             }
@@ -185,6 +186,13 @@ async def _with_first(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator
     yield first
     async for piece in rest:
         yield piece
+
+
+def _message(text: str, last: Piece) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if last.calls:
+        message = {**message, "content": text or None, "tool_calls": last.calls}
+    return message
 
 
 def _event(body: dict[str, Any]) -> str:

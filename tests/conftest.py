@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -36,3 +39,42 @@ def environment_is_left_as_it_was() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Four ways of writing conversations down, each with a small tokenizer of its own.
+
+    "tiny": our own models. "qwen3": think blocks that its template strips when the user speaks again, calls and their
+    ends as tokens. "two ends": pad = EOS, and a second id that ends a turn. "generic": a template that nobody knows.
+    """
+    from troupe.actors import rendering
+    from troupe.learner.tiny import make_tiny
+
+    def folder(name: str, *marks: str) -> Path:
+        made = make_tiny(tmp_path_factory.mktemp(name), ["some words that are known"], hidden=16, layers=1, heads=2)
+        tokenizer = json.loads((made / "tokenizer.json").read_text())
+        for mark in marks:
+            at = len(tokenizer["model"]["vocab"]) + sum(t["content"] in marks for t in tokenizer["added_tokens"])
+            plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+            tokenizer["added_tokens"].append({"id": at, "content": mark, "special": mark.startswith("<|"), **plain})
+        (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return made
+
+    calls = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|endoftext|>")
+    two_ends = folder("two", "<|endoftext|>")
+    second = json.loads((two_ends / "tokenizer.json").read_text())["added_tokens"][-1]["id"]
+    (two_ends / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, second], "pad_token_id": 2}))
+    generic = folder("generic")
+    settings = json.loads((generic / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    (generic / "tokenizer_config.json").write_text(json.dumps(settings))
+    return {
+        "tiny": rendering.load(str(folder("tiny"))),
+        "qwen3": rendering.load(str(folder("qwen3", *calls)), "qwen3"),
+        "two ends": rendering.load(str(two_ends)),
+        "generic": rendering.load(str(generic)),
+    }

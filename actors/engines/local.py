@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from troupe.learner.model import load_tensors, tensors_of
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TaskFailed, TroupeError
 from troupe.protocol.messages import Generate, Generated
-
-Finish = Literal["stop", "length", "abort"]
+from troupe.protocol.trajectory import Finish
 
 _PREFILL = 1024
 """Prompt tokens fed in one step at most, so that those who are sampling never wait long for those who join."""
@@ -59,6 +58,7 @@ class LocalEngine:
     max_running: requests that sample at the same time; max_waiting: those that may wait for a place, then Overloaded.
     max_cached_tokens: keys and values held, in tokens over all running and kept sequences (padded to the longest).
     threads: CPU threads of one step. generator_name: stamped on every answer and named in errors.
+    decode: ids to text, for requests with stop strings.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class LocalEngine:
         device: str = "cpu",
         threads: int = 1,
         generator_name: str = "",
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.version = -1
         self._load_model = load_model
@@ -80,6 +81,7 @@ class LocalEngine:
         self._threads = threads
         self._name = generator_name or "the embedded engine"
         self._generator_name = generator_name
+        self._decode = decode
 
         # Of the event loop.
         self._thread: threading.Thread | None = None
@@ -193,6 +195,8 @@ class LocalEngine:
 
     def _admissible(self, request: Generate) -> _Sequence:
         sampling.check(request.sampling)
+        if request.sampling.stop and self._decode is None:
+            raise ConfigError(f"{self._name} was made without a tokenizer: it can stop at ids, not at strings")
         prompt = request.prompt
         if not len(prompt):
             raise TaskFailed(f"request '{request.request}': the prompt is empty; there is nothing to continue")
@@ -366,10 +370,18 @@ class LocalEngine:
             sequence.length += 1
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
-            if token in sequence.stops:
+            if token in sequence.stops or self._has_said(row, sequence):
                 self._finish(row, "stop")
             elif sequence.length == sequence.limit:
                 self._finish(row, "length")
+
+    def _has_said(self, row: kv.Row, sequence: _Sequence) -> bool:
+        """Whether a stop string is complete by now, wherever in the last token it ends."""
+        stops = sequence.request.sampling.stop
+        if not stops or self._decode is None:
+            return False
+        said = self._decode(row.ids[sequence.length - len(sequence.logprobs) : sequence.length].tolist())
+        return any(stop in said for stop in stops)
 
     def _finish(self, row: kv.Row, finish: Finish) -> None:
         sequence = self._running.pop(row)

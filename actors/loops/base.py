@@ -1,21 +1,66 @@
 """How an agent and a world take turns: a loop sees messages, never tokens.
 
 Promises of a loop:
-- it records one `Step` for each action, in order, and says why the episode stopped;
-- it never swallows an error of the world: `EpisodeError` and `TimedOut` leave it as they are.
+- it records one `Step` for each of the agent's turns, in order, and says why the episode stopped;
+- at a limit it ends the episode with what was earned: the world is asked for its verdict, and nothing is cut silently;
+- it never swallows an error of the world or of the policy: `EpisodeError` and `TimedOut` leave it as they are.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from troupe.actors.recorder import Reply
-from troupe.envs.base import Task, TextWorld
+from troupe.actors.rendering import Message, SaidCall, Tool
+from troupe.envs.base import Task, Turn
 from troupe.envs.drive import Driver
 from troupe.protocol.messages import Limits
-from troupe.protocol.trajectory import Step, StopReason
+from troupe.protocol.trajectory import Finish, Step, StopReason
+
+
+class LimitReached(Exception):
+    """A limit of the episode: the turn that was asked for is not begun. `stop` names it."""
+
+    def __init__(self, stop: StopReason) -> None:
+        super().__init__(f"the episode has reached its limit '{stop}'")
+        self.stop = stop
+
+
+@dataclass(slots=True)
+class Reply:
+    """The agent's turn. text: its message without thoughts and calls. calls: in the order in which it wrote them.
+
+    closed: False if it was cut inside a thought. tokens: sampled. prompt_tokens: fed, the whole conversation.
+    """
+
+    text: str
+    think: str = ""
+    calls: list[SaidCall] = field(default_factory=list)
+    finish: Finish = "stop"
+    closed: bool = True
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    @property
+    def message(self) -> Message:
+        """The turn as a message of the conversation that goes on, calls included, however broken."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.think:
+            message["reasoning_content"] = self.think
+        if self.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+                for call in self.calls
+            ]
+        return message
+
+
+def arguments_of(call: SaidCall) -> str:
+    """The arguments as JSON text, or the call as it was written where there is no JSON to be had."""
+    return json.dumps(call.arguments) if call.status in ("ok", "unknown_tool") else call.raw
 
 
 @dataclass(slots=True)
@@ -31,20 +76,75 @@ class Outcome:
         """Return: the sum of the steps' rewards."""
         return float(sum(step.reward for step in self.steps))
 
-
-class Agent(Protocol):
-    """What a loop may do with the policy. `recorder.Recorder` is the real one."""
-
-    @property
-    def length(self) -> int:
-        """Tokens so far."""
-
-    def observe(self, role: str, text: str, step: int = -1) -> None:
-        """Tell the agent something."""
-
-    async def act(self, step: int) -> Reply:
-        """Let the agent speak."""
+    def credit(self, turn: Turn) -> None:
+        """Adds what the world gave to the latest step. A success, once told, is not taken back by silence."""
+        step = self.steps[-1]
+        step.reward += float(turn.reward)
+        for name, value in turn.parts.items():
+            step.parts[name] = step.parts.get(name, 0.0) + value
+        step.terminated = step.terminated or turn.done
+        if turn.success is not None:
+            self.success = turn.success
+        elif turn.done and self.success is None:
+            self.success = turn.reward > 0
 
 
-Loop = Callable[[Driver, type[TextWorld], Task, Agent, Limits, Outcome], Awaitable[None]]
+class Completes(Protocol):
+    """The policy, as loops know it: a conversation in, the next turn out. `recorder.Recorder` is the real one."""
+
+    async def complete(
+        self,
+        messages: list[Message],
+        tools: list[Tool] | None = None,
+        *,
+        agent: str = "main",
+        step: int = -1,
+        max_tokens: int | None = None,
+        stop: list[str] | None = None,
+    ) -> Reply: ...
+
+
+@dataclass(slots=True)
+class Stage:
+    """What a loop is given: the world (through its driver), the policy, the limits, and where to write the outcome."""
+
+    driver: Driver
+    system: str
+    task: Task
+    policy: Completes
+    limits: Limits
+    outcome: Outcome
+
+    async def act(self, messages: list[Message], tools: list[Tool] | None = None) -> Reply:
+        """The agent's next turn, as a new step. Raises LimitReached before the turn is begun."""
+        steps = self.outcome.steps
+        if len(steps) >= self.limits.max_turns:
+            raise LimitReached("max_turns")
+        step = Step(state_key=self.driver.state_key())
+        steps.append(step)
+        try:
+            reply = await self.policy.complete(messages, tools, step=len(steps) - 1)
+        except LimitReached:
+            steps.pop()
+            raise
+        step.action, step.generate_s, step.finish = reply.text, reply.seconds, reply.finish
+        messages.append(reply.message)
+        return reply
+
+    async def conclude(self, stop: StopReason) -> None:
+        """Ends the episode with `stop`. The world is asked for its verdict unless it has ended the episode itself."""
+        outcome = self.outcome
+        outcome.stop = stop
+        if not outcome.steps or outcome.steps[-1].terminated:
+            outcome.success = bool(outcome.success)
+            return
+        verdict = await self.driver.verify()
+        if verdict is not None:
+            outcome.credit(verdict)
+        outcome.steps[-1].terminated = stop == "terminated"
+        outcome.steps[-1].truncated = stop != "terminated"
+        outcome.success = bool(outcome.success)
+
+
+Loop = Callable[[Stage], Awaitable[None]]
 """A loop runs one episode and writes what it came to into the outcome that it is given."""

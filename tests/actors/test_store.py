@@ -24,7 +24,7 @@ from troupe.actors.store import Store, committed, manifest
 from troupe.protocol import arrow
 from troupe.protocol.errors import NotReady, Overloaded, StoreError
 from troupe.protocol.messages import Blob, CommitGroup, Deposit, Fence, GetBatch, GetCommitted, Ping
-from troupe.protocol.trajectory import Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import Failure, Node, Step, Task, Trajectory
 
 
 class Host:
@@ -150,6 +150,29 @@ def test_only_completed_trajectories_of_training_groups_train_and_all_are_kept(t
         {"id": "dropped", "status": "completed", "trains": False},
         {"id": "eval", "status": "completed", "trains": False},
     ]
+
+
+def test_what_a_restarted_dispatcher_must_know_is_counted_from_what_is_committed(tmp_path: Path) -> None:
+    data, chance = Failure("data", "TaskFailed", "no file " * 100, ""), Failure("infrastructure", "TimedOut", "slow", "")
+
+    async def work(store: Store) -> None:
+        await deposit(store, "a")
+        await deposit(store, "b", "c", status="failed", failure=data)
+        await deposit(store, "d", status="failed", failure=chance)
+        await deposit(store, "e", status="cancelled", failure=None)
+        await deposit(store, "uncommitted", status="failed", failure=data)
+        await store.commit(group(1, "a", "b", "c", "d", "e", trains=False))
+        assert (await store.commit(group(2, trains=False))).accepted  # of a task that is never dispatched again
+        await look(store)
+
+    async def look(store: Store) -> None:
+        known = await store.committed(GetCommitted())
+        assert (known.dropped, known.completed, known.failed, known.cancelled, known.tokens) == ([1, 2], 1, 3, 1, 10)
+        assert known.data_failures == {"train/1": [("no file " * 100)[:300]] * 2}
+
+    on_store(tmp_path, work)
+    on_store(tmp_path, look)
+    assert committed(tmp_path).num_rows == 5
 
 
 def test_a_batch_is_the_same_after_more_groups_and_after_a_restart(tmp_path: Path) -> None:

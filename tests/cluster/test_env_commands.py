@@ -109,3 +109,33 @@ def test_check_fails_a_world_that_cannot_be_reproduced(coin):
     assert done.returncode == 1
     assert "broken" in done.stdout and "Loaded does not conform" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_world_with_tools_shows_them_and_is_played_by_calling_them():
+    shown = troupe("show", "stockroom").stdout
+    assert "find_item(name: string): Find the id of an item." in shown
+    assert 'warehouse: "north" | "south" | "east"' in shown
+    done = troupe("play", "stockroom", keys='find {}\nfind_item {"nme": 1}\nstock {broken\nfind_item {"name": "x"}\n-1\n')
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "Unknown tool: no tool 'find'. Did you mean 'find_item'?",
+        "Bad arguments: find_item has no argument 'nme'. Did you mean 'name'?",
+        "Bad arguments: this is no JSON",
+        "Invalid action: there is no 'x'.",
+        "reward 0 (outcome 0)",
+    ):
+        assert text in done.stdout
+    assert done.stdout.rstrip().endswith("The episode is over: no success, score 0 in 5 turns.")
+
+
+def test_play_ends_with_the_worlds_verdict_when_the_turns_are_used_up():
+    done = troupe("play", "stockroom", keys="find {}\n" * 6)
+    assert (
+        done.stdout.rstrip().endswith("The 6 turns are used up: no success, score 0.") and "reward 0 (outcome 0)" in done.stdout
+    )
+
+
+def test_check_takes_a_time_limit_and_stops_at_the_first_hang():
+    done = troupe("check", "echo", "--option", "hang=true", "--timeout", "0.1")
+    assert done.returncode == 1 and "has not returned for 0.1 s" in " ".join(done.stdout.split()), done.stdout
+    assert done.stdout.count("not looked at") == 5

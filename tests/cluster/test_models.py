@@ -138,7 +138,7 @@ def test_smollm2_is_fetched_whole_and_speaks_as_its_template_says(tmp_path):
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from troupe.actors.rendering import ChatML
+    from troupe.actors import rendering
     from troupe.learner.config import ModelConfig
     from troupe.learner.model import load, tensors_of
     from troupe.protocol.checksum import checksum_of
@@ -147,7 +147,7 @@ def test_smollm2_is_fetched_whole_and_speaks_as_its_template_says(tmp_path):
     assert checksum_of(tensors_of(loaded)) == checksum.strip()
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    renderer = ChatML(folder)
+    renderer = rendering.load(folder)
     ids = [i for message in CONVERSATION for i in renderer.message(message["role"], message["content"])[0]]
     rendered = tokenizer.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=False)
     assert ids + renderer.opening() == tokenizer(rendered, add_special_tokens=False)["input_ids"]

@@ -2,13 +2,16 @@
 
 import itertools
 import random
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from troupe.envs.base import TextWorld, Turn, action_of
 from troupe.envs.check import check, player_score
 from troupe.envs.registry import BUILT_IN, find
+from troupe.envs.tools import ToolWorld, tool
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 
@@ -71,6 +74,57 @@ class NeverCloses(Good):
         raise OSError("device busy")
 
 
+class Desk(ToolWorld):
+    """A newcomer's first tools."""
+
+    def reset(self, task):
+        self.stock = {"lamp": self.rng.randint(1, 9)}
+        return f"How many lamps? {task.split}"
+
+    @tool
+    def count(self, name: str, most: int = 9) -> int:
+        """Count something."""
+        if name not in self.stock:
+            raise ValueError("no such thing")
+        return min(most, self.stock[name])
+
+    def verify(self):
+        return self.answer == str(self.stock["lamp"])
+
+
+class FragileTool(Desk):
+    @tool
+    def count(self, name: str) -> int:
+        """Count something."""
+        return {}[name] if "\x00" in name else 1
+
+
+class HiddenTool(Desk):
+    def tools(self):
+        return [*super().tools(), {"name": "find", "description": "Find.", "parameters": {"type": "object"}}]
+
+
+class Unreadable(Desk):
+    def verify(self):
+        return int(self.answer) == self.stock["lamp"]
+
+
+class RestlessTool(Desk):
+    @tool
+    def count(self) -> float:
+        """Count something."""
+        return random.random()
+
+
+class Hangs(Good):
+    calls = 0
+
+    def step(self, text):
+        type(self).calls += 1
+        while True:
+            pass
+
+
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_the_built_in_worlds_conform(name):
     report = check(find(name), episodes=10)
@@ -99,6 +153,14 @@ def test_a_newcomers_world_conforms_and_what_cannot_be_judged_is_not_passed():
         (SameTasks, "no held-out task is in training", "both splits open with 'task 0'"),
         (Untidy, "it closes and leaves no thread behind", "left-behind"),
         (NeverCloses, "it closes and leaves no thread behind", "OSError: device busy"),
+        (FragileTool, "garbage actions are invalid or harmless", "count with null bytes: FragileTool.count (task train/0"),
+        (HiddenTool, "garbage actions are invalid or harmless", "a tool that is offered cannot be called: no tool 'find'"),
+        (
+            Unreadable,
+            "an episode that a limit ends can be judged",
+            "Unreadable.verify (task train/0, seed 0) raised Value",
+        ),
+        (RestlessTool, "same task and actions give the same episode", "task train/"),
     ],
 )
 def test_each_broken_promise_is_caught_and_named(world, promise, detail):
@@ -115,6 +177,29 @@ def test_each_broken_promise_is_caught_and_named(world, promise, detail):
 def test_a_world_that_hangs_is_reported_and_not_waited_for():
     report = check(find("echo"), {"hang": True}, episodes=1, timeout_s=0.05)
     assert not report.ok and "Echo.step (task train/0, seed 0) has not returned for 0.05 s" in str(report)
+
+
+def test_a_world_with_tools_conforms_and_its_tools_were_called():
+    report = check(Desk, episodes=5)
+    assert report.ok and "an episode that a limit ends can be judged" in str(report), str(report)
+
+
+def test_the_world_in_the_documentation_conforms(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    page = Path(__file__).parents[2] / "docs" / "worlds.md"
+    file = tmp_path / "desk.py"
+    file.write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    report = check(find(f"{file}:Desk"), episodes=5)
+    assert report.ok, str(report)
+
+
+def test_the_suite_stops_at_the_first_hang():
+    Hangs.calls = 0
+    report = check(Hangs, episodes=5, timeout_s=1)
+    findings = {finding.name: finding.ok for finding in report.findings}
+    assert Hangs.calls == 1 and "Hangs.step (task train/0, seed 0) has not returned for 1 s" in str(report)
+    assert list(findings.values()) == [False, None, None, None, None, None, True]
+    assert "garbage actions are invalid or harmless: not looked at: the world hangs" in str(report)
 
 
 def test_the_players_score_is_reproducible():

@@ -12,6 +12,7 @@ from troupe.protocol.errors import ConfigError
 WORLD = """
 import dataclasses
 from troupe.envs import TextWorld, Turn
+from troupe.envs.tools import ToolWorld
 
 class {name}(TextWorld):
     def reset(self, task):
@@ -20,6 +21,10 @@ class {name}(TextWorld):
         return Turn(text, done=True)
 
 class Half(TextWorld):
+    def reset(self, task):
+        return "hello"
+
+class Unjudged(ToolWorld):
     def reset(self, task):
         return "hello"
 
@@ -84,6 +89,7 @@ def test_an_entry_point_is_found_and_cannot_hide_a_built_in_world(tmp_path, monk
         ("{dir}/mine.py:helper", "is a function, not a class"),
         ("{dir}/mine.py:Stranger", "is not a world: derive it from"),
         ("{dir}/mine.py:Half", "is not a whole world: define step"),
+        ("{dir}/mine.py:Unjudged", "is not a whole world: define verify"),
         ("{dir}/mine.py", "names no class: name one of its worlds"),
         ("{dir}/mime.py:Mine", "mime.py. Did you mean 'mine.py'?"),
         ("{dir}/nowhere/mine.py:Mine", "no file"),

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from tests.laws.rollouts import Run, every_seed
 from troupe.actors.context import within
 from troupe.actors.router import Router
 from troupe.actors.simulated import Simulation, SimulationStuck
 from troupe.protocol.errors import TimedOut
 from troupe.protocol.messages import Generate, Routes, Sampling
+
+
+@every_seed
+def test_whatever_goes_wrong_the_run_ends_and_nothing_grows_beyond_its_limit(run: Run) -> None:
+    plot = run.plot
+    assert run.seconds < 2_500.0, "somebody waited for the last resort"
+    assert not run.broken or "too few survived" in run.broken
+    # The dispatcher's permits are the slots; an attempt that it has given up may still be ending beside the next one.
+    undisturbed = not plot.chaos.lose_reply and not plot.chaos.lose_request and not run.crashes
+    assert run.most_in_flight <= plot.slots * (1 if undisturbed else 2)
+    assert run.most_deposits <= 2 * plot.room
+    attempts = Counter(message.episode for message in run.dispatched)
+    rounds = 1 + sum(who in ("store", "dispatcher") for _, who in run.crashes)
+    assert max(attempts.values()) <= (plot.settings.attempts + 3) * rounds, "an episode is tried without end"
+    trained = [t for step in run.batches for t in run.trained(step)]
+    assert all(t.step - 1 - t.versions[0] <= plot.settings.max_staleness for t in trained), "a trained token is too old"
 
 
 def request() -> Generate:

@@ -8,12 +8,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws.rollouts import Run, every_seed
 from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.learner.model import load
 from troupe.learner.optimiser import Optimiser
 from troupe.learner.tiny import make_tiny
 from troupe.learner.trainer import Trainer
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Node, Task, Trajectory
+
+
+@every_seed
+def test_every_policy_token_was_sampled_for_exactly_its_prompt_and_nothing_else_is_trained(run: Run) -> None:
+    """Law 1 and law 2 of whatever a rollout leaves in the store, completed, failed or cancelled."""
+    for t in run.rows:
+        for node in t.nodes:
+            node.check()
+        for branch in t.branches():
+            ids: list[int] = []
+            for node in (t.nodes[i] for i in branch):
+                mine = node.provenance == POLICY
+                opened = int(len(mine) - mine.sum())
+                assert (not mine[:opened].any() and (node.provenance[:opened] == TEMPLATE).all()) or not mine.any()
+                if mine.any():
+                    prompt = (*ids, *node.tokens[:opened].tolist())
+                    said = (prompt, tuple(node.tokens[mine].tolist()), tuple(node.versions.tolist()), node.logprobs.tobytes())
+                    assert said in run.sampled, f"{t.id}/{t.attempt}: no engine sampled this"
+                ids += node.tokens.tolist()
+        sampled = [id_ for node in t.nodes for id_ in node.tokens[node.provenance == POLICY].tolist()]
+        assert [id_ for sample in t.samples() for id_ in sample.tokens[sample.mask].tolist()] == sampled
 
 
 @pytest.fixture(scope="module")

@@ -57,16 +57,17 @@ def test_an_estimator_can_live_in_a_users_file(tmp_path: Path) -> None:
     )
     assert find(f"{file}:mine")(group(1, 2)) == [2, 4]
     assert find("mine_from_a_file")(group(3)) == [6]
-    file.write_text("from troupe.learner import advantage\n@advantage('grpo')\ndef grpo(group):\n    return []\n")
+    taken = tmp_path / "taken_advantage.py"
+    taken.write_text("from troupe.learner import advantage\n@advantage('grpo')\ndef grpo(group):\n    return []\n")
     with pytest.raises(ConfigError, match="'grpo' is registered already"):
-        find(f"{file}:grpo")
+        find(f"{taken}:grpo")
     file.write_text("def mine(group):\n    return []\n")
     with pytest.raises(ConfigError, match=r"has no function 'mien'\. Did you mean 'mine'\?"):
         find(f"{file}:mien")
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="there is no file"):
         find(f"{tmp_path}/none.py:f")
     (tmp_path / "broken_advantage.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):

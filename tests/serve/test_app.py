@@ -110,7 +110,8 @@ def test_the_door_is_open_during_training_and_answers_with_what_was_announced(tm
     port, folder = _free_port(), tmp_path / "trained"
     recipe = tmp_path / "small.toml"
     recipe.write_text(
-        "steps = 4\n[env]\nactors = 1\nslots = 8\n[rollout]\ngroups_per_step = 2\ngroup_size = 4\nmax_tokens = 8\n"
+        'steps = 4\n[env]\nname = "frozen_lake"\nactors = 1\nslots = 8\n'
+        "[rollout]\ngroups_per_step = 2\ngroup_size = 4\nmax_tokens = 8\n"
         "[model.tiny]\nhidden = 32\nlayers = 2\nheads = 2\n[eval]\ntasks = 4\n"
     )
     training = _troupe("train", str(recipe), "--run-dir", str(folder), "--serve", "--port", str(port), TMPDIR=str(short))

@@ -206,3 +206,22 @@ def test_uniform_numbers_are_those_of_the_seed_and_any_integer_is_a_seed() -> No
         assert (one == two).all() and (one >= 0).all() and (one < 1).all()
     assert (sampling.uniforms(1, 10, 8) != sampling.uniforms(1, 11, 8)).all()
     assert (sampling.uniforms(1, 10, 8) == sampling.uniforms(1, 10, 20)[:8]).all()  # max_tokens changes no draw
+
+
+async def test_a_stop_string_ends_a_turn_with_the_token_in_which_it_is_complete() -> None:
+    engine = await ready(decode=lambda ids: "".join(f"<{id_}>" for id_ in ids))
+    free = await turn(engine, "", [1, 2, 3], max_tokens=20)
+    inside = f"{free.tokens[3]}>"[-2:]  # the string ends inside of what the token says
+    first = next(n for n, id_ in enumerate(free.tokens) if inside in f"<{id_}>")
+    request = Generate("r", "", np.asarray([1, 2, 3], np.int32), Sampling(max_tokens=20, stop=[inside, "never said"]))
+    cut = await engine.generate(request)
+    assert cut.tokens.tolist() == free.tokens[: first + 1].tolist() and cut.finish == "stop"
+    assert len(cut.logprobs) == len(cut.versions) == first + 1
+    await engine.close()
+
+
+async def test_a_stop_string_without_a_tokenizer_is_refused_not_ignored() -> None:
+    engine = await ready()
+    with pytest.raises(ConfigError, match="without a tokenizer"):
+        await engine.generate(Generate("r", "", np.asarray([1], np.int32), Sampling(max_tokens=2, stop=["x"])))
+    await engine.close()

@@ -1,0 +1,204 @@
+"""ChatML for the models that `renderers` does not know: our own tiny ones and SmolLM2.
+
+`<|im_start|>role\\ntext<|im_end|>\\n`, with tools and calls as Hermes writes them. Turns only append: a conversation that
+was rendered is a prefix of its continuation, thoughts included, so the next turn always extends the sampled stream.
+Registered with `renderers` as "chatml".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, ClassVar, Literal
+
+import renderers.base
+from renderers import (
+    ParsedResponse,
+    ParsedToolCall,
+    RenderedTokens,
+    ToolCallParseStatus,
+    attribute_text_segments,
+    extract_message_tool_names,
+    reject_assistant_in_extension,
+)
+from renderers.configs import BaseRendererConfig
+
+from troupe.protocol.errors import ConfigError
+
+THINK, END_THINK = "<think>", "</think>"
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+
+_TOOLS = """You can call tools. They are described by JSON schemas:
+<tools>
+{tools}
+</tools>
+To call one, write
+<tool_call>
+{{"name": "the tool's name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+Several calls may follow each other in one message."""
+
+
+class ChatMLConfig(BaseRendererConfig):  # type: ignore[misc]
+    """default_system: what a conversation without a system message begins with; empty: nothing."""
+
+    name: Literal["chatml"] = "chatml"
+    default_system: str = ""
+    _template_fields: ClassVar[frozenset[str]] = frozenset()
+    _internal_fields: ClassVar[frozenset[str]] = frozenset({"default_system"})
+
+
+class ChatMLRenderer:
+    """See `renderers.Renderer`, whose contract this implements."""
+
+    config_class = ChatMLConfig
+    is_prefix_stable = True
+
+    def __init__(self, tokenizer: Any, config: ChatMLConfig | None = None) -> None:
+        """Raises ConfigError if the tokenizer has not ChatML's two marks."""
+        self.config = config or ChatMLConfig()
+        self._tokenizer = tokenizer
+        ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")]
+        if None in ids or tokenizer.unk_token_id in ids:
+            raise ConfigError(
+                f"the tokenizer in '{tokenizer.name_or_path}' has no <|im_start|> and <|im_end|>: it is not a ChatML model"
+            )
+        self._start, self._end = ids
+
+    def render(
+        self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+    ) -> RenderedTokens:
+        made = RenderedTokens(
+            message_roles=[message.get("role") or "" for message in messages],
+            message_tool_names=extract_message_tool_names(messages),
+        )
+        first = messages[0] if messages else {}
+        has_system = first.get("role") == "system"
+        head = [_text(first) if has_system else self.config.default_system] + [_described(tools)] * bool(tools)
+        system = "\n\n".join(part for part in head if part)
+        if not has_system and system:
+            self._add(made, -1, "system", system)
+        for index, message in enumerate(messages):
+            self._add(made, index, message.get("role") or "", system if has_system and index == 0 else _spoken(message))
+        if add_generation_prompt:
+            self._open(made)
+        return made
+
+    def render_ids(self, messages: list[Any], **options: Any) -> list[int]:
+        ids: list[int] = self.render(messages, **options).token_ids
+        return ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> RenderedTokens | None:
+        if not new_messages or reject_assistant_in_extension(new_messages):
+            return None
+        made = RenderedTokens(
+            message_roles=[message.get("role") or "" for message in new_messages],
+            message_tool_names=extract_message_tool_names(new_messages),
+        )
+        before = [*previous_prompt_ids, *previous_completion_ids]
+        self._emit(made, -1, before, [False] * len(before))
+        if before[-1:] != [self._end]:
+            self._emit(made, -1, [self._end], [False])
+        self._emit(made, -1, self._tokenizer.encode("\n"))
+        for index, message in enumerate(new_messages):
+            self._add(made, index, message.get("role") or "", _text(message))
+        self._open(made)
+        return made
+
+    def parse_response(
+        self, token_ids: list[int], *, tools: list[Any] | None = None, prompt_ids: list[int] | None = None
+    ) -> ParsedResponse:
+        said = self._tokenizer.decode(token_ids[:-1] if token_ids[-1:] == [self._end] else token_ids)
+        thoughts, complete = None, True
+        if THINK in said:
+            before, _, inside = said.partition(THINK)
+            thoughts, closed, after = inside.partition(END_THINK)
+            said, complete = before + after, bool(closed)
+        calls = [_call(found[1], closed=bool(found[2])) for found in _CALL.finditer(said)]
+        return ParsedResponse(_CALL.sub("", said), thoughts, calls, complete)
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [self._end]
+
+    # -- building ----------------------------------------------------------------------------------------------------
+
+    def _add(self, made: RenderedTokens, index: int, role: str, text: str) -> None:
+        """A whole message. What an assistant would have sampled is marked so: its text and the end of its turn."""
+        mine = role == "assistant"
+        self._emit(made, index, [self._start])
+        if mine:  # the agent begins to speak after the newline: no token crosses it
+            self._emit(made, index, self._tokenizer.encode(f"{role}\n"))
+            ids = self._tokenizer.encode(text) if text else []
+            self._emit(made, index, [*ids, self._end], [True] * (len(ids) + 1), sampled=True)
+        else:
+            pairs = list(attribute_text_segments(self._tokenizer, [(f"{role}\n", False), (text, True)]))
+            self._emit(made, index, [id_ for id_, _ in pairs], [content for _, content in pairs])
+            self._emit(made, index, [self._end])
+        self._emit(made, index, self._tokenizer.encode("\n"))
+
+    def _open(self, made: RenderedTokens) -> None:
+        self._emit(made, -1, [self._start, *self._tokenizer.encode("assistant\n")])
+
+    def _emit(
+        self, made: RenderedTokens, index: int, ids: list[int], content: list[bool] | None = None, sampled: bool = False
+    ) -> None:
+        made.token_ids += ids
+        made.message_indices += [index] * len(ids)
+        made.sampled_mask += [sampled] * len(ids)
+        made.is_content += content or [False] * len(ids)
+
+
+def _text(message: Any) -> str:
+    """The text of a message whose content is a string or a list of parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else ""
+
+
+def _spoken(message: Any) -> str:
+    """What an agent would have written to say this message, calls and thoughts included."""
+    text = _text(message)
+    if thoughts := message.get("reasoning_content"):
+        text = f"{THINK}{thoughts}{END_THINK}{text}"
+    for call in message.get("tool_calls") or []:
+        function = call.get("function") or call
+        arguments = function.get("arguments", {})
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        body = f'{{"name": {json.dumps(function.get("name", ""), ensure_ascii=False)}, "arguments": {arguments}}}'
+        text += f"{chr(10) if text else ''}<tool_call>\n{body}\n</tool_call>"
+    return text
+
+
+def _described(tools: list[Any] | None) -> str:
+    functions = [json.dumps(tool.get("function") or tool, ensure_ascii=False) for tool in tools or []]
+    return _TOOLS.format(tools="\n".join(functions))
+
+
+def _call(raw: str, *, closed: bool) -> ParsedToolCall:
+    raw = raw.strip()
+    if not closed:
+        return ParsedToolCall(raw, status=ToolCallParseStatus.UNCLOSED_BLOCK)
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError):
+        return ParsedToolCall(raw, status=ToolCallParseStatus.INVALID_JSON)
+    if not isinstance(body, dict):
+        return ParsedToolCall(raw, status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+    name = body.get("name")
+    if not isinstance(name, str) or not name:
+        return ParsedToolCall(raw, arguments=body.get("arguments"), status=ToolCallParseStatus.MISSING_NAME)
+    return ParsedToolCall(raw, name, body.get("arguments", {}))
+
+
+def register() -> None:
+    """Makes "chatml" known to `renderers.create_renderer`. (Its own renderers come first: it fills an empty registry only.)"""
+    renderers.base._populate_registry()
+    renderers.base.RENDERER_REGISTRY["chatml"] = ChatMLRenderer

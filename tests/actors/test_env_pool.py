@@ -1,0 +1,219 @@
+"""Where episodes happen: exactly one record an attempt, whatever the world does, and no slot is lost to it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from troupe.actors.env_pool import EnvPool
+from troupe.actors.settings import AgentSettings
+from troupe.envs import drive, registry
+from troupe.envs.base import Task, TextWorld, Turn
+from troupe.learner.tiny import make_tiny
+from troupe.protocol.errors import NotReady, Overloaded, TaskFailed
+from troupe.protocol.messages import (
+    CancelEpisode,
+    Deposit,
+    Generate,
+    Generated,
+    Limits,
+    Ping,
+    Receipt,
+    Routes,
+    RunEpisode,
+    Sampling,
+)
+from troupe.protocol.trajectory import Trajectory
+
+
+class Trouble(TextWorld):
+    """Does what `mode` says, at its second step."""
+
+    release = threading.Event()
+
+    def __init__(self, mode: str = "fine") -> None:
+        self.mode = mode
+
+    def reset(self, task: Task) -> str:
+        if self.mode == "no such task" or (self.mode == "one in eight" and task.seed == 5):
+            raise TaskFailed(f"task {task.id} has no data")
+        if self.mode == "reset breaks":
+            raise OSError("no disk")
+        self.n = 0
+        return "go"
+
+    def step(self, text: str) -> Turn:
+        self.n += 1
+        if self.n == 2:
+            if self.mode == "breaks":
+                raise RuntimeError("broken")
+            if self.mode == "nan":
+                return Turn("", reward=float("nan"))
+            if self.mode == "loops":
+                while True:
+                    time.sleep(0.01)
+            if self.mode == "blocks":
+                self.release.wait(60)
+            if self.mode == "wins, then loops":
+                while True:
+                    time.sleep(0.01)
+        won = self.mode == "wins, then loops" and self.n == 1
+        return Turn("on", reward=1.0 if self.n == 3 or won else 0.0, done=self.n == 3, success=True if won else None)
+
+    def close(self) -> None:
+        if self.mode == "cannot be closed":
+            raise OSError("busy")
+
+
+class Here:
+    """A context on the real event loop: two other actors, and nothing else."""
+
+    name = "env-7"
+    executor = None
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.clock, self.rng = self, random.Random(0)
+        self.deposits: list[Trajectory] = []
+        self.deaths: list[str] = []
+        self.refuse = refuse
+
+    def now(self) -> float:
+        return time.time()
+
+    def ref(self, name: str, cls: type[Any]) -> Any:
+        return self
+
+    def die(self, reason: str) -> None:
+        self.deaths.append(reason)
+
+    async def deposit(self, message: Deposit) -> Receipt:
+        if self.refuse:
+            self.refuse -= 1
+            raise Overloaded("full")
+        self.deposits.append(message.trajectory)
+        return Receipt(True)
+
+    async def generate(self, message: Generate) -> Generated:
+        ids = np.asarray([40, message.sampling.stop_ids[0]], np.int32)
+        return Generated(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", "generator-0")
+
+    async def end_session(self, message: Any) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("tiny"), ["go on"], hidden=16, layers=1, heads=2))
+
+
+@pytest.fixture
+def pool_of(folder: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(registry, "find", lambda name: Trouble)
+
+    async def make(mode: str, slots: int = 8, **how: Any) -> tuple[EnvPool, Here]:
+        context = Here(**how)
+        pool = EnvPool(context, "trouble", {"mode": mode}, folder, slots, agent=AgentSettings())  # type: ignore[arg-type]
+        await pool.routes(Routes(["generator-0"]))
+        return pool, context
+
+    return make
+
+
+def ask(number: int = 0, attempt: int = 0, **limits: Any) -> RunEpisode:
+    allowed = Limits(**{"env_step_s": 0.3, **limits})
+    task = Task(f"train/{number}", "trouble", "train", number)
+    return RunEpisode(f"e{number}", attempt, 0, 0, "train", 1, task, Sampling(max_tokens=8), allowed, seed=number)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "stop", "words"),
+    [
+        ("breaks", "infrastructure", "failed", "RuntimeError: broken"),
+        ("nan", "infrastructure", "failed", "nan"),
+        ("reset breaks", "infrastructure", "failed", "no disk"),
+        ("no such task", "data", "failed", "has no data"),
+        ("loops", "infrastructure", "wall_clock", "Trouble.step .*has not returned for 0.3 s"),
+    ],
+)
+async def test_a_broken_episode_is_recorded_with_where_and_why_and_carries_no_reward(pool_of, mode, kind, stop, words):
+    pool, context = await pool_of(mode)
+    done = await pool.run_episode(ask())
+    (record,) = context.deposits
+    assert (done.status, done.failure_kind, done.stop, done.reward, done.success) == ("failed", kind, stop, 0.0, None)
+    assert (record.status, record.reward, record.success) == ("failed", 0.0, None)
+    assert record.failure is not None and "env-7" in record.failure.where and "train/0" in record.failure.where
+
+    assert re.search(words, record.failure.message)
+    assert (await pool.health(Ping())).load == 0
+
+
+async def test_one_of_eight_that_cannot_be_reset_does_not_touch_the_seven(pool_of):
+    pool, context = await pool_of("one in eight")
+    done = await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(8)))
+    assert [d.status for d in done] == ["completed"] * 5 + ["failed"] + ["completed"] * 2
+    assert done[5].failure_kind == "data" and len(context.deposits) == 8
+
+
+async def test_a_success_before_time_ran_out_is_kept(pool_of):
+    pool, context = await pool_of("wins, then loops")
+    done = await pool.run_episode(ask())
+    assert (done.status, done.stop, done.success, done.reward) == ("completed", "wall_clock", True, 1.0)
+    assert context.deposits[0].failure is None
+
+
+async def test_a_world_that_cannot_be_closed_does_not_take_back_what_was_earned(pool_of):
+    pool, _ = await pool_of("cannot be closed")
+    done = await pool.run_episode(ask())
+    assert (done.status, done.success, done.reward) == ("completed", True, 1.0)
+    assert "busy" in (await pool.health(Ping())).detail["late"]
+
+
+async def test_a_thread_of_python_code_that_never_returns_is_ended_and_its_slot_is_free(pool_of):
+    pool, _ = await pool_of("loops")
+    await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(4)))
+    for _ in range(200):
+        if not drive.stuck():
+            break
+        await asyncio.sleep(0.02)
+    assert drive.stuck() == 0 and (await pool.health(Ping())).load == 0
+
+
+async def test_a_pool_with_too_many_worlds_that_cannot_be_ended_finishes_its_work_and_lets_itself_be_replaced(pool_of):
+    pool, context = await pool_of("blocks", slots=4)
+    try:
+        first = await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(2)))
+        assert [d.stop for d in first] == ["wall_clock"] * 2 and drive.stuck() == 2
+        assert len(context.deaths) == 1 and "do not return" in context.deaths[0]
+        with pytest.raises(NotReady, match="env-7 takes no more episodes: 2 of its worlds do not return"):
+            await pool.run_episode(ask(9))
+    finally:
+        Trouble.release.set()
+    while drive.stuck():
+        await asyncio.sleep(0.02)
+    Trouble.release.clear()
+
+
+async def test_a_cancelled_attempt_is_recorded_as_cancelled(pool_of):
+    pool, context = await pool_of("blocks", slots=64)
+    running = asyncio.ensure_future(pool.run_episode(ask(env_step_s=30.0)))
+    await asyncio.sleep(0.1)
+    await pool.cancel(CancelEpisode("e0", 0))
+    done = await running
+    Trouble.release.set()
+    assert (done.status, done.stop) == ("cancelled", "cancelled") and context.deposits[0].status == "cancelled"
+    while drive.stuck():
+        await asyncio.sleep(0.02)
+    Trouble.release.clear()
+
+
+async def test_a_full_store_holds_the_episode_and_loses_nothing(pool_of):
+    pool, context = await pool_of("fine", refuse=2)
+    done = await pool.run_episode(ask())
+    assert done.stored and len(context.deposits) == 1
