@@ -263,6 +263,7 @@ class Company:
                 generate_s=rollout.generate_s,
                 agent=config.agent,
                 renderer=config.model.renderer,
+                env_step_s=rollout.env_step_s,
             )
         else:
             pid = await spawn(

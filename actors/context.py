@@ -65,7 +65,11 @@ class Context(Protocol):
         """Ends the actor called `name` now. Unknown names are ignored."""
 
     def die(self, reason: str) -> None:
-        """Ends this actor now: it met what it cannot handle, and its supervisor shall put a new one in its place."""
+        """Ends this actor now: it met what it cannot handle, and its supervisor, who is told why, shall replace it."""
+
+    def watch_loop(self, limit_s: float) -> None:
+        """Ends this actor when its event loop stands still for longer than that: it runs code that is not ours, which may
+        never give the loop back. Names the line. (There is nothing to watch in virtual time.)"""
 
 
 async def within(seconds: float, culprit: str, work: Awaitable[T]) -> T:

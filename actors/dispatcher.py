@@ -331,11 +331,13 @@ class Dispatcher:
         step = self._step(at)
         step.running.discard(number)
         if verdict == "trains":
+            step.chosen.add(number)
             step.durable.add(number)
             if len(step.durable) >= settings.groups_per_step:
                 for straggler in [self._groups[n] for n in step.running if n in self._groups]:
                     self._stop(straggler, "surplus")
         else:
+            step.chosen.discard(number)
             self._dropped += 1
             step.failed += verdict == "failed"
             if verdict == "filtered":
@@ -353,7 +355,7 @@ class Dispatcher:
         self._groups[group.number] = group
         async with gate:
             if group.task.id in self._quarantine:
-                group.members, group.stopped = [], "failed"
+                self._stop(group, "failed")
             verdict = await self._make_durable(group)
         del self._groups[group.number]
         self._ended.update(member.done.status for member in group.members if member.done is not None)
@@ -376,6 +378,11 @@ class Dispatcher:
             if receipt.accepted:
                 return verdict
             reason = receipt.reason
+            known = await self._patiently("store.committed", lambda: self._store.committed(GetCommitted()))
+            if group.number in known.groups.get(group.step, ()):  # by a late message of the dispatcher before this one
+                return "trains"
+            if group.number in known.dropped:
+                return "failed"
             self._note(f"group {group.number} runs again: {reason}")
         raise TroupeError(f"group {group.number} could not be committed {_ROUNDS} times; last: {reason}")
 
@@ -384,10 +391,9 @@ class Dispatcher:
         if group.kind == "eval":
             return "evaluation"
         step, wanted = self._step(group.step), self._settings.groups_per_step
-        step.chosen.discard(group.number)
         if group.stopped:
             return group.stopped
-        if len(step.chosen) >= wanted:
+        if len(step.chosen - {group.number}) >= wanted:
             return "surplus"
         rewards = [done.reward for done in group.ended("completed")]
         if self._settings.filter == "informative" and len(rewards) > 1 and min(rewards) == max(rewards):

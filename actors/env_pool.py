@@ -7,6 +7,7 @@ Owns its worlds and the trajectories that grow in it. Promises:
 - an episode that had succeeded when time ran out keeps its reward; what goes wrong afterwards does not take it back;
 - a world that does not return is given up at its wall clock and its slot is free again. A thread that Python cannot end
   stays behind: with too many of them the pool takes no more episodes, finishes those it has, and lets itself be replaced;
+- an async or inline world that never gives the event loop back ends the pool by name, so that it is replaced;
 - worlds are closed whatever happens (law 9).
 """
 
@@ -28,10 +29,10 @@ from troupe.actors.router import Router
 from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
 from troupe.envs import drive, registry
+from troupe.envs.base import TextWorld
 from troupe.envs.drive import Driver
 from troupe.protocol.errors import (
     ActorLost,
-    ConfigError,
     EnvironmentFailed,
     EpisodeError,
     NotReady,
@@ -46,17 +47,24 @@ from troupe.protocol.messages import (
     Demonstrations,
     Deposit,
     EpisodeDone,
+    Generate,
+    Generated,
     Health,
+    Limits,
     Ping,
     Receipt,
     Routes,
     RunEpisode,
+    Sampling,
 )
-from troupe.protocol.trajectory import Failure, StopReason, Trajectory
+from troupe.protocol.trajectory import Failure, StopReason, Trajectory, samples_of
 
 _DEPOSIT_TRIES = 60
 _FAILURES = 3
 """Demonstrations that break before the first good one until the world is called broken."""
+_LOOP_GRACE_S = 10.0
+"""Seconds beyond a world's own limit that the event loop may stand still."""
+_UNLIMITED = 2**31
 _STUCK = 0.25
 """Share of the slots whose worlds may be stuck in threads that cannot be ended, until the pool is replaced."""
 
@@ -74,6 +82,7 @@ class EnvPool:
         generate_s: float = 120.0,
         agent: AgentSettings | None = None,
         renderer: str = "auto",
+        env_step_s: float = 30.0,
     ) -> None:
         self._context = context
         self._world = registry.find(world)
@@ -85,8 +94,13 @@ class EnvPool:
         self._loop = loops.choose(agent or AgentSettings(), self._world)
         self._running: dict[tuple[str, int], asyncio.Task[Any]] = {}
         self._slots = slots
+        self._env_step_s = env_step_s
         self._late = ""
         """What went wrong last after an episode was over: a world that could not be closed."""
+
+    async def start(self) -> None:
+        """Sees to it that a world which never gives the event loop back ends this pool, not the run."""
+        self._context.watch_loop(self._env_step_s + _LOOP_GRACE_S)
 
     async def routes(self, message: Routes) -> Ack:
         """Which generators take work now."""
@@ -119,61 +133,34 @@ class EnvPool:
         return Ack()
 
     async def demonstrate(self, message: Demonstrate) -> Demonstrations:
-        """Lets the scripted player play; the ids are rendered as the policy's would be, its turns marked supervised."""
+        """Lets the scripted player speak in the policy's place: the same loop, the same recorder, and what it said is what
+        is supervised. A demonstration of several branches (thoughts that the renderer drops) is several sequences."""
         rng = random.Random(message.seed)
         shown = Demonstrations([], [], 0.0)
-        wins = failures = 0
+        played = wins = 0
         for number, task in enumerate(message.tasks):
             if number % 16 == 0:
                 await asyncio.sleep(0)
             driver = self._driver(message.env_step_s)
-            ids: list[int] = []
-            supervised: list[int] = []
-            asked: list[rendering.Message] = []
-            spoken = 0
-
-            def add(tokens: list[int], learn: bool, ids: list[int] = ids, supervised: list[int] = supervised) -> None:
-                ids.extend(tokens)
-                supervised.extend([int(learn)] * len(tokens))
-
+            limits = Limits(max_turns=message.max_turns, max_episode_tokens=_UNLIMITED, env_step_s=message.env_step_s)
+            episode = RunEpisode(f"demonstration-{number}", 0, 0, number, "train", 0, task, Sampling(), limits, 0)
+            teacher = _Teacher(driver, self._world, self._rendering, rng, message.noise)
+            recorder, outcome = Recorder(episode, self._rendering, teacher), Outcome()
             try:
-                if self._world.system:
-                    asked.append({"role": "system", "content": self._world.system})
-                asked.append({"role": "user", "content": await driver.reset(task)})
-                for _ in range(message.max_turns):
-                    said = driver.play(rng, message.noise)
-                    if said is None:
-                        raise EpisodeError(
-                            f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()"
-                        )
-                    parts = (
-                        self._rendering.extension(ids[:spoken], ids[spoken:], asked) if ids else self._rendering.opening(asked)
-                    )
-                    if parts is None:
-                        raise ConfigError(
-                            f"renderer '{self._rendering.name}' drops thoughts between turns: set cold_start.steps = 0"
-                        )
-                    for part in parts:
-                        add(part.ids, False)
-                    spoken = len(ids)
-                    tokens = self._rendering.speech({"role": "assistant", "content": said})
-                    add(tokens, True)
-                    result = await driver.step(self._rendering.parse(tokens).text)
-                    if result.done:
-                        wins += bool(result.reward > 0 if result.success is None else result.success)
-                        break
-                    asked = [{"role": "user", "content": result.text}]
+                await self._loop(Stage(driver, self._world.system, task, recorder, limits, outcome))
             except (EnvironmentFailed, TimedOut) as error:
                 shown.broken = str(error)  # a demonstration that broke is left out; the others still teach
-                failures += 1
-                if failures >= _FAILURES and not shown.tokens:
+                if number + 1 - played >= _FAILURES and not played:
                     raise  # it is not chance
                 continue
             finally:
-                await driver.close()
-            shown.tokens.append(np.asarray(ids, np.int32))
-            shown.supervised.append(np.asarray(supervised, np.int32))
-        shown.success = wins / max(1, len(shown.tokens))
+                await self._close(driver)
+            played += 1
+            wins += bool(outcome.success)
+            for sample in samples_of(recorder.nodes):
+                shown.tokens.append(sample.tokens)
+                shown.supervised.append(sample.mask.astype(np.int32))
+        shown.success = wins / max(1, played)
         return shown
 
     async def health(self, message: Ping) -> Health:
@@ -290,3 +277,20 @@ class EnvPool:
         where = f"{self._context.name}: {self._world.__name__} (task {message.task.id}, seed {message.task.seed})"
         text = str(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {error}"
         return Failure(kind, type(error).__name__, text, where)
+
+
+class _Teacher:
+    """The world's scripted player, speaking as an engine does."""
+
+    def __init__(
+        self, driver: Driver, world: type[TextWorld], rendering: rendering.Rendering, rng: random.Random, noise: float
+    ) -> None:
+        self._driver, self._world, self._rendering, self._rng, self._noise = driver, world, rendering, rng, noise
+
+    async def generate(self, request: Generate) -> Generated:
+        """Raises EpisodeError if the world has no player."""
+        said = self._driver.play(self._rng, self._noise)
+        if said is None:
+            raise EpisodeError(f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()")
+        ids = np.asarray(self._rendering.speech({"role": "assistant", "content": said}), np.int32)
+        return Generated(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32), "stop", "teacher")

@@ -10,6 +10,7 @@ The only file of `actors/` that knows Ray. Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import sys
@@ -35,6 +36,8 @@ CALLS_AT_ONCE = 4096
 
 LONGEST_START_S = 600.0
 """Time to find room for an actor, import what it needs and load its model."""
+
+_LAST_WORDS_S = 2.0
 
 LONGEST_CALL_S = 24 * 3600.0
 """Backstop of every call. Callers set tighter limits with `context.within`."""
@@ -179,7 +182,7 @@ class RayContext:
         except ValueError:
             return "it does not exist"
         except _LOST as error:
-            return _first_line(error)
+            return await self._lease.last_words.remote(name) or _first_line(error)
         return "it ended"
 
     async def kill(self, name: str) -> None:
@@ -193,11 +196,36 @@ class RayContext:
 
     def die(self, reason: str) -> None:
         print(f"{self.name} ends itself: {reason}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # then the supervisor hears only that it died
+            ray.get(self._lease.hear.remote(self.name, reason), timeout=_LAST_WORDS_S)
         os._exit(1)
+
+    def watch_loop(self, limit_s: float) -> None:
+        watched = asyncio.get_running_loop(), threading.get_ident()
+        threading.Thread(target=self._watch_loop, args=(*watched, limit_s), daemon=True, name="watchdog").start()
+
+    def _watch_loop(self, loop: asyncio.AbstractEventLoop, thread: int, limit_s: float) -> None:
+        while True:
+            turned = threading.Event()
+            loop.call_soon_threadsafe(turned.set)
+            if not turned.wait(limit_s):
+                frame = traceback.extract_stack(sys._current_frames().get(thread))[-1]
+                where = f"{os.path.basename(frame.filename)}, line {frame.lineno}, in {frame.name}"
+                self.die(f"its event loop has stood still for {limit_s:g} s: {where}")
+            time.sleep(1.0)
 
 
 class _Lease:
-    """Lives exactly as long as the process that launched the run."""
+    """Lives exactly as long as the process that launched the run, and remembers why actors ended themselves."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, str] = {}
+
+    async def hear(self, name: str, reason: str) -> None:
+        self._words[name] = reason
+
+    async def last_words(self, name: str) -> str:
+        return self._words.pop(name, "")
 
     async def granted(self) -> None:
         return

@@ -70,8 +70,10 @@ class _Loop(asyncio.SelectorEventLoop):
         return self.moment
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        """Runs `func` at once and answers a little later, as a thread would."""
+        """Runs `func` a little later and answers later still, as a thread would; not if its actor is dead by then."""
         future: asyncio.Future[T] = self.create_future()
+        actor = _current.get()
+        took = self._chaos.uniform(0.0, 0.01)
 
         def answer(result: T | None, error: BaseException | None) -> None:
             if future.done():
@@ -81,13 +83,18 @@ class _Loop(asyncio.SelectorEventLoop):
             else:
                 future.set_result(result)  # type: ignore[arg-type]
 
-        result: T | None = None
-        error: BaseException | None = None
-        try:
-            result = func(*args)
-        except Exception as raised:
-            error = raised
-        self.call_later(self._chaos.uniform(0.0, 0.01), answer, result, error)
+        def work() -> None:
+            if actor is not None and actor.dead:
+                return
+            result: T | None = None
+            error: BaseException | None = None
+            try:
+                result = func(*args)
+            except Exception as raised:
+                error = raised
+            self.call_later(took * self._chaos.random(), answer, result, error)
+
+        self.call_later(took, work)
         return future
 
 
@@ -247,6 +254,9 @@ class SimulatedContext:
     def die(self, reason: str) -> None:
         _check_alive()
         self.simulation.crash(self.name, reason)
+
+    def watch_loop(self, limit_s: float) -> None:
+        return
 
 
 class _Proxy:

@@ -10,7 +10,7 @@ same requests sent bare) / turns, the median over alternating waves. A wave last
 the batch of the next step is there, so it has in it whatever an episode costs: permits, the recorder, its deposit, the
 commit with its fsync. Bare: as many coroutines in one actor send the same requests to the same generators by the same
 messages, and do nothing with the answers. Everything is busy all the time, so this is the throughput that is lost.
-turn_latency_ms_256: the same, but an engine takes 0.5 to 1.5 s for a turn, so that nothing queues for long. From an answer
+turn_latency_ms_256: the same, but an engine takes 1 to 3 s for a turn, so that nothing queues for long. From an answer
 leaving the engine to the next request of that episode entering it, as the engine sees it: the median, less that of the
 bare calls.
 turn_cpu_ms: the pool's part alone: 256 episodes in this process, without Ray, messages and store. CPU time a turn.
@@ -235,7 +235,7 @@ class Bench:
                 if "turn_overhead_ms_256" in wanted:
                     await self.turn_overhead(rollouts, 3 if quick else 15)
                 if "turn_latency_ms_256" in wanted:
-                    await self.turn_latency(rollouts, (0.05, 0.15) if quick else (0.5, 1.5), 1 if quick else 3)
+                    await self.turn_latency(rollouts, (0.1, 0.3) if quick else (1.0, 3.0), 1 if quick else 2)
         if "episodes_2000" in wanted:
             await self.episodes(*(2, 100, 0.5) if quick else (2, 1_000, 5.0))
 

@@ -9,11 +9,7 @@ file is loaded once a process: the same name gives the same class.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +19,7 @@ from typing import Any
 from troupe.envs.base import TextWorld
 from troupe.envs.tools import ToolWorld
 from troupe.protocol.errors import ConfigError, nearest
+from troupe.protocol.importing import module_at
 
 GROUP = "troupe.envs"
 BUILT_IN = {
@@ -89,38 +86,15 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
 
 
 def _load(name: str, place: str) -> ModuleType:
-    """The module at `place`: a file if it looks like one, else a dotted name."""
+    """The module at `place`. Raises ConfigError for whatever goes wrong in it."""
     try:
-        if place.endswith(".py") or "/" in place:
-            return _load_file(name, Path(place))
-        return importlib.import_module(place)
-    except ConfigError:
-        raise
+        return module_at(place)
+    except FileNotFoundError as error:
+        path = Path(place)
+        beside = path.parent.glob("*.py") if path.parent.is_dir() and not path.is_file() else ()
+        raise ConfigError(f"environment '{name}': {error}.{nearest(path.name, [p.name for p in beside])}") from error
     except (Exception, SystemExit) as error:  # user code: it may raise anything
         raise ConfigError(f"environment '{name}' cannot be imported: {type(error).__name__}: {_line(error)}") from error
-
-
-def _load_file(name: str, path: Path) -> ModuleType:
-    if not path.is_file():
-        beside = path.parent.glob("*.py") if path.parent.is_dir() else ()
-        raise ConfigError(f"environment '{name}': no file {path}.{nearest(path.name, [p.name for p in beside])}")
-    path = path.resolve()
-    known_as = f"troupe_world_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if known_as in sys.modules:
-        return sys.modules[known_as]
-    spec = importlib.util.spec_from_file_location(known_as, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"environment '{name}': {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[known_as] = module  # before it runs: dataclasses and pickle look their module up there
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # so that it can import the files beside it; last, so that it hides nothing
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[known_as]
-        raise
-    return module
 
 
 def _suggest(place: str, module: ModuleType, attribute: str = "") -> str:

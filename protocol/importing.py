@@ -19,7 +19,7 @@ def module_at(place: str) -> ModuleType:
         return importlib.import_module(place)
     path = Path(place).resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file '{place}'")
+        raise FileNotFoundError(f"no file {place}")
     known_as = f"troupe_user_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if known_as in sys.modules:
         return sys.modules[known_as]

@@ -198,21 +198,31 @@ class Trajectory:
 
     def branches(self) -> Iterator[list[int]]:
         """Each path from a root to a leaf, as node indices, in the order of the leaves."""
-        has_child = {node.parent for node in self.nodes}
-        for leaf in range(len(self.nodes)):
-            if leaf in has_child:
-                continue
-            path = [leaf]
-            while self.nodes[path[-1]].parent >= 0:
-                path.append(self.nodes[path[-1]].parent)
-            yield path[::-1]
+        return branches_of(self.nodes)
 
     def samples(self) -> Iterator[Sample]:
         """Each branch as a training sample. A policy token that several branches share is masked in all but the first."""
-        trained: set[int] = set()
-        for branch in self.branches():
-            yield _sample(self.nodes, branch, trained)
-            trained.update(branch)
+        return samples_of(self.nodes)
+
+
+def branches_of(nodes: list[Node]) -> Iterator[list[int]]:
+    """See `Trajectory.branches`."""
+    has_child = {node.parent for node in nodes}
+    for leaf in range(len(nodes)):
+        if leaf in has_child:
+            continue
+        path = [leaf]
+        while nodes[path[-1]].parent >= 0:
+            path.append(nodes[path[-1]].parent)
+        yield path[::-1]
+
+
+def samples_of(nodes: list[Node]) -> Iterator[Sample]:
+    """See `Trajectory.samples`."""
+    trained: set[int] = set()
+    for branch in branches_of(nodes):
+        yield _sample(nodes, branch, trained)
+        trained.update(branch)
 
 
 @dataclass(slots=True)

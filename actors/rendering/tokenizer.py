@@ -11,6 +11,7 @@ these characters and drops them. So the guarded text may pass through any render
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 from troupe.protocol.errors import ConfigError
 
 _CUT = "\ufdd0"
+_SHORT = 16
 
 
 class PlainTokenizer:
@@ -33,6 +35,7 @@ class PlainTokenizer:
             raise ConfigError(f"'{folder}' has no tokenizer.json: name a complete Hugging Face model folder")
         self.name_or_path = folder
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
+        self._scaffold = functools.lru_cache(4096)(self._encode)  # the same few short texts hold every message together
         settings = _read(Path(folder) / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder().values()
         marks = sorted((token.content for token in added if len(token.content) > 1), key=len, reverse=True)
@@ -57,9 +60,7 @@ class PlainTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: Any) -> list[int]:
         """Text to ids."""
-        if _CUT not in text:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return [id_ for piece in text.split(_CUT) if piece for id_ in self.encode(piece)]
+        return [id_ for piece in text.split(_CUT) if piece for id_ in self._encoded(piece)[0]]
 
     def __call__(self, text: str, add_special_tokens: bool = False, **_: Any) -> dict[str, Any]:
         """`input_ids` and `offset_mapping`: the half-open span of characters in `text` that each id came from."""
@@ -67,9 +68,9 @@ class PlainTokenizer:
         offsets: list[tuple[int, int]] = []
         start = 0
         for piece in text.split(_CUT):
-            made = self._tokenizer.encode(piece, add_special_tokens=False)
-            ids += made.ids
-            offsets += [(start + a, start + b) for a, b in made.offsets]
+            found, spans = self._encoded(piece)
+            ids += found
+            offsets += [(start + a, start + b) for a, b in spans] if start else spans
             start += len(piece) + 1
         return {"input_ids": ids, "offset_mapping": offsets}
 
@@ -102,6 +103,13 @@ class PlainTokenizer:
         """`render_template`, encoded."""
         options = {key: value for key, value in options.items() if key not in ("tokenize", "return_dict")}
         return self.encode(self.render_template(messages, tools, add_generation_prompt, **options))
+
+    def _encoded(self, piece: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self._scaffold(piece) if len(piece) <= _SHORT else self._encode(piece)
+
+    def _encode(self, piece: str) -> tuple[list[int], list[tuple[int, int]]]:
+        made = self._tokenizer.encode(piece, add_special_tokens=False)
+        return made.ids, made.offsets
 
     def _id(self, token: Any) -> int | None:
         content = _content(token)

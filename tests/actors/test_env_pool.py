@@ -12,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from troupe.actors import rendering
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.settings import AgentSettings
 from troupe.envs import drive, registry
 from troupe.envs.base import Task, TextWorld, Turn
+from troupe.envs.tools import ToolWorld, tool
 from troupe.learner.tiny import make_tiny
-from troupe.protocol.errors import NotReady, Overloaded, TaskFailed
+from troupe.protocol.errors import EpisodeError, NotReady, Overloaded, TaskFailed
 from troupe.protocol.messages import (
     CancelEpisode,
+    Demonstrate,
     Deposit,
     Generate,
     Generated,
@@ -89,6 +92,9 @@ class Here:
 
     def ref(self, name: str, cls: type[Any]) -> Any:
         return self
+
+    def watch_loop(self, limit_s: float) -> None:
+        return
 
     def die(self, reason: str) -> None:
         self.deaths.append(reason)
@@ -217,3 +223,43 @@ async def test_a_full_store_holds_the_episode_and_loses_nothing(pool_of):
     pool, context = await pool_of("fine", refuse=2)
     done = await pool.run_episode(ask())
     assert done.stored and len(context.deposits) == 1
+
+
+class Shop(ToolWorld):
+    """Its scripted player calls a tool before it answers."""
+
+    name = "shop"
+
+    def reset(self, task: Task) -> str:
+        self.seen = ""
+        return "How many?"
+
+    @tool
+    def look(self) -> str:
+        """Looks."""
+        self.seen = "42"
+        return self.seen
+
+    def play(self, rng: random.Random, noise: float) -> str:
+        call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+        return f"<think>so</think>{self.seen}" if self.seen else f"<think>look</think>{call}"
+
+    def verify(self) -> bool:
+        return self.answer == "42"
+
+
+async def test_demonstrations_are_the_teachers_turns_as_the_policy_would_have_sampled_them(folder, monkeypatch, renderings):
+    monkeypatch.setattr(registry, "find", lambda name: Shop)
+    pool = EnvPool(Here(), "shop", {}, folder, 4, agent=AgentSettings())  # type: ignore[arg-type]
+    shown = await pool.demonstrate(Demonstrate([Task(f"t/{n}", "shop", "train", n) for n in range(3)], 0.0, 4, 0))
+    assert shown.success == 1.0 and len(shown.tokens) == 3 and not shown.broken
+    found = rendering.load(folder)
+    learned = found.decode(shown.tokens[0][shown.supervised[0] == 1].tolist())
+    assert learned.startswith("<think>look</think><tool_call>") and learned.endswith("<think>so</think>42<|im_end|>")
+    assert "How many?" in found.decode(shown.tokens[0].tolist()) and "<|im_start|>" not in learned
+
+
+async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(pool_of):
+    pool, _ = await pool_of("fine")
+    with pytest.raises(EpisodeError, match=r"no scripted player: set cold_start.steps = 0 or define play"):
+        await pool.demonstrate(Demonstrate([Task("t/0", "trouble", "train", 0)], 0.0, 4, 0))

@@ -55,6 +55,15 @@ def worker_class() -> type[Any]:
         async def block(self, message: Ping) -> None:
             time.sleep(3)  # noqa: ASYNC251 (blocking the loop is what is tested)
 
+        async def stand_still(self, message: Ping) -> None:
+            self.context.watch_loop(1.0)
+            await asyncio.sleep(0.1)
+            while True:
+                pass
+
+        async def give_up(self, message: Ping) -> None:
+            self.context.die("its engine is on fire")
+
         async def hold(self, message: Weights) -> WeightsHeld:
             tensors = await self.context.blobs.get(message.tensors)
             return WeightsHeld(self.context.name, int(tensors["w"].sum()), str(tensors["w"].flags.owndata))
@@ -113,6 +122,15 @@ async def test_a_killed_actor_is_noticed_and_its_reference_reaches_the_replaceme
     second = await context.spawn("mortal", worker_class())
     assert (await worker.health(Ping())).pid == second != pid
     await context.kill("mortal")
+
+
+@pytest.mark.parametrize(("method", "words"), [("give_up", "its engine is on fire"), ("stand_still", "in stand_still")])
+async def test_an_actor_that_ends_itself_says_why_to_its_supervisor(context: RayContext, method: str, words: str) -> None:
+    await context.spawn(method, worker_class())
+    watching = asyncio.ensure_future(context.watch(method))
+    with pytest.raises(ActorLost):
+        await getattr(context.ref(method, worker_class()), method)(Ping())
+    assert words in await asyncio.wait_for(watching, 30)
 
 
 LAUNCHER = """

@@ -71,6 +71,8 @@ SEED = 1
 """Of the runs, which are all the same but for what goes wrong in them."""
 QUICK, BLOCK = 250, 50
 SLOW, SLOW_BLOCK = 2_000, 250
+A_TURN = 0.25
+"""What each turn but the last gives."""
 EVALUATION = Sampling(temperature=0.5, max_tokens=4)
 _PASSING = (ActorLost, NotReady, Overloaded, TimedOut)
 
@@ -84,9 +86,10 @@ Trouble = Literal["", "reset", "step", "hang", "stuck", "nan", "data"]
 class Plot:
     """What is asked for, and what goes wrong. Without arguments: nothing.
 
-    troubles: chance of each trouble, for an attempt (for "data": for a task). script: trouble and its turn for the n-th
-    world that is reset, from 1. crashes: (n, who): after the n-th event
-    "it" (who saw the event) or the actor of that name dies. room: episodes that the dispatcher may have open at a time.
+    think: seconds that a turn takes beside its tokens. troubles: chance of each trouble, for an attempt (for "data": for a
+    task). script: trouble and its turn for the n-th world that is reset, from 1. crashes: (word, n, who): right after the
+    n-th event with that word "it" (who saw the event) or the actor of that name dies. room: episodes that the dispatcher
+    may have open at a time.
     """
 
     seed: int = 0
@@ -94,19 +97,14 @@ class Plot:
     steps: int = 2
     slots: int = 3
     turns: int = 2
+    think: float = 0.0
     troubles: dict[Trouble, float] = field(default_factory=dict)
     script: dict[int, tuple[Trouble, int]] = field(default_factory=dict)
     chaos: Chaos = field(default_factory=Chaos)
-    crashes: list[tuple[int, str]] = field(default_factory=list)
+    crashes: list[tuple[str, int, str]] = field(default_factory=list)
     evaluations: list[tuple[float, int, int]] = field(default_factory=list)
     room: int = 1_000
     names: tuple[str, ...] = ("store", "dispatcher", "env-0", "env-1", "generator-0", "generator-1")
-
-    @property
-    def started(self) -> int:
-        """Groups of a step that run at a time, over-sampling included."""
-        groups = self.settings.groups_per_step
-        return groups + math.ceil(self.settings.oversample * groups)
 
 
 def drawn(seed: int) -> Plot:
@@ -137,7 +135,9 @@ def drawn(seed: int) -> Plot:
         room=dice.choice([6, 1_000]),
     )
     for _ in range(dice.choice([0, 1, 1, 2, 3])):
-        plot.crashes.append((dice.randrange(1, 120), dice.choice(["it", *plot.names])))
+        kind = dice.choice(["", "", "begins", "ends", "accepted", "commit of", "fences", "lives", "announces", "dies"])
+        number = dice.randrange(1, {"": 120, "announces": 3, "dies": 3, "fences": 5, "commit of": 6}.get(kind, 12))
+        plot.crashes.append((kind, number, dice.choice(["it", *plot.names])))
     if dice.random() < 0.4:
         plot.evaluations.append((dice.uniform(0.0, 5.0), dice.choice([1, 2]), dice.choice([1, 2])))
     return plot
@@ -173,10 +173,9 @@ class Troubled(Echo):
                 self.pool.worn = self.trouble == "stuck"  # as if the thread of this step could not be ended
                 await asyncio.Event().wait()
             if self.trouble == "nan":
-                turn.reward = math.nan
-        if turn.done:
-            turn.reward += return_of(text) - self.reward
-            turn.success = turn.reward > 0
+                turn.parts["style"] = math.nan
+        turn.reward = return_of(text) if turn.done else turn.reward + A_TURN
+        turn.success = turn.reward > 0 if turn.done else None
         return turn
 
     def close(self) -> None:
@@ -184,7 +183,7 @@ class Troubled(Echo):
 
 
 def return_of(action: str) -> float:
-    """The return of an episode that ends with `action`."""
+    """What the last turn gives: it depends on what the agent said."""
     return zlib.crc32(action.encode()) % 3 / 2
 
 
@@ -245,6 +244,7 @@ class Stage:
         self.run = Run(plot)
         self.worlds: list[Troubled] = []
         self.resets = 0
+        self.seen: Counter[int] = Counter()
         self.alive: set[str] = set()
         self.proved: dict[str, int] = {}
         self.version = -1
@@ -295,8 +295,9 @@ class Stage:
         """Writes down an event. The crashes that wait for it happen before anything else does."""
         run, loop = self.run, self.simulation.loop
         run.trace.append(f"{loop.moment:9.4f} {who}: {what}")
-        for at, victim in self.plot.crashes:
-            if at == len(run.trace):
+        for number, (kind, at, victim) in enumerate(self.plot.crashes):
+            self.seen[number] += kind in what
+            if kind in what and self.seen[number] == at:
                 loop.call_soon(self._crash, who if victim == "it" else victim)
 
     def _crash(self, who: str) -> None:
@@ -520,10 +521,12 @@ class WatchedEngine(SeededEngine):
     """Writes down what it sampled, for which prompt."""
 
     async def generate(self, request: Generate) -> Generated:
+        self.world.note(self.name, f"{request.request} begins")
+        await asyncio.sleep(self.world.plot.think)
         answer = await super().generate(request)
         prompt, tokens = tuple(request.prompt.tolist()), tuple(answer.tokens.tolist())
         self.world.run.sampled.add((prompt, tokens, tuple(answer.versions.tolist()), answer.logprobs.tobytes()))
-        self.world.note(self.name, f"{request.request}: {len(tokens)} tokens")
+        self.world.note(self.name, f"{request.request} ends: {len(tokens)} tokens")
         return answer
 
 

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.laws.rollouts import Run, every_seed
 from troupe.actors.context import within
+from troupe.actors.env_pool import EnvPool
 from troupe.actors.router import Router
 from troupe.actors.simulated import Simulation, SimulationStuck
+from troupe.actors.store import Store
+from troupe.envs import drive
+from troupe.envs.base import TextWorld, Turn
 from troupe.protocol.errors import TimedOut
-from troupe.protocol.messages import Generate, Routes, Sampling
+from troupe.protocol.messages import (
+    Ack,
+    EpisodeDone,
+    Generate,
+    Generated,
+    Limits,
+    Ping,
+    Routes,
+    RunEpisode,
+    Sampling,
+)
+from troupe.protocol.trajectory import Task
 
 
 @every_seed
@@ -74,3 +93,81 @@ def test_a_world_that_hangs_is_given_up_and_its_pool_goes_on(simulated_run):
     )
     with pytest.raises(Exception, match=r"Echo.step .* has not returned for 3 s"):
         run.play(0)
+
+
+@pytest.mark.parametrize("how", ["async", "in a blocking thread"])
+async def test_a_step_that_never_returns_is_ended_its_pool_named_and_its_slot_free_again(
+    tmp_path: Path, model_folder: Path, how: str
+) -> None:
+    """On a real event loop, with real threads, which a simulation has not."""
+    context = Alone(tmp_path)
+    await context.store.start()
+    before = drive.stuck()
+    world = f"{__name__}:{'Sleepless' if how == 'async' else 'Blocking'}"
+    pool = EnvPool(
+        context,
+        world,  # type: ignore[arg-type]
+        {},
+        str(model_folder),
+        slots=4,
+    )
+    await pool.routes(Routes(["generator-0"]))
+
+    async def attempt(seed: int) -> EpisodeDone:
+        limits = Limits(max_turns=3, env_step_s=0.3)
+        task = Task(f"train/{seed}", "w", "train", seed)
+        return await pool.run_episode(RunEpisode(f"e{seed}", 0, seed, 0, "train", 1, task, Sampling(max_tokens=4), limits, 0))
+
+    hung, fine = await asyncio.gather(attempt(0), attempt(1))
+    assert (hung.status, hung.stop, hung.failure_kind) == ("failed", "wall_clock", "infrastructure")
+    assert "step (task train/0, seed 0) has not returned for 0.3 s" in hung.failure and hung.pool == "env-7"
+    assert (fine.status, fine.reward) == ("completed", 1.0)
+    deadline = asyncio.get_running_loop().time() + 10.0
+    while drive.stuck() > before and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.01)
+    assert drive.stuck() == before, "what hung is still there"
+    health = await pool.health(Ping())
+    assert health.load == 0 and (await attempt(2)).status == "completed"
+    await context.store.close()
+
+
+class Sleepless(TextWorld):
+    """Task 0 never comes back from its step."""
+
+    def reset(self, task: Task) -> str:
+        self.hangs = task.seed == 0
+        return "go"
+
+    async def step(self, text: str) -> Turn:
+        while self.hangs:
+            await asyncio.sleep(0.01)
+        return Turn("", reward=1.0, done=True)
+
+
+class Blocking(Sleepless):
+    def step(self, text: str) -> Turn:  # type: ignore[override]
+        while self.hangs:
+            time.sleep(0.01)
+        return Turn("", reward=1.0, done=True)
+
+
+class Alone:
+    """The context of a pool on this event loop: a real store, and a generator that says one thing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name, self.rng, self.executor = "env-7", random.Random(0), None
+        self.clock = self
+        self.store = Store(self, str(folder))  # type: ignore[arg-type]
+
+    def now(self) -> float:
+        return time.time()
+
+    def ref(self, name: str, cls: type[Any]) -> Any:
+        return self.store if cls is Store else self
+
+    async def generate(self, request: Generate) -> Generated:
+        ids = np.asarray([7, request.sampling.stop_ids[0]], np.int32)
+        return Generated(ids, np.zeros(2, np.float32), np.zeros(2, np.int32), "stop", "generator-0")
+
+    async def end_session(self, message: Any) -> Ack:
+        return Ack()

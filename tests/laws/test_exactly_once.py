@@ -17,6 +17,7 @@ import pytest
 
 from tests.laws.rollouts import SEED, Plot, Run, Stage, Troubled, drawn, every_seed, played
 from troupe.actors import dispatcher as dispatching
+from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
 from troupe.cluster.run import Run as RunFolder
 from troupe.protocol.messages import CommitGroup, Fence
@@ -118,6 +119,28 @@ def test_an_undisturbed_run_has_the_same_tasks_and_seeds_and_drops_nothing(model
     assert [(t.task, t.seed) for t in run.rows] == [asked(t.group, t.member) for t in run.rows]
     assert {(t.group, t.status) for t in run.rows} == {(n, "completed") for n in (10_000, 10_001, 20_000, 20_001)}
     assert len(run.dispatched) == len(run.rows) == 12 and all(message.attempt == 0 for message in run.dispatched)
+
+
+def test_a_generator_that_is_killed_with_eight_requests_live_costs_no_episode(model_folder: Path) -> None:
+    class Strike(Stage):
+        live = 0
+
+        def note(self, who: str, what: str) -> None:
+            super().note(who, what)
+            if who == "generator-0" and "begins" in what:
+                self.live += 1
+                if self.live == 8:
+                    self.simulation.loop.call_soon(self._crash, who)
+
+    settings = RolloutSettings(groups_per_step=1, group_size=16, max_tokens=4)
+    stage = Strike(Plot(settings=settings, steps=1, slots=8, turns=1, think=5.0), model_folder)
+    run = stage.play()
+    asked = [event.split()[1:3] for event in run.trace if "generator-" in event and event.endswith(" begins")]
+    died = next(at for at, event in enumerate(run.trace) if "generator-0 dies" in event)
+    assert not any("generator-0" in event and " ends: " in event for event in run.trace[:died])
+    assert len(asked) == 16 + 8, "the eight were not issued again, or others were too"
+    assert len(run.batches[1][0]) == 16 and all(message.attempt == 0 for message in run.dispatched)
+    assert len(run.dispatched) == 16 and {len(t.steps) for t in run.rows} == {1}
 
 
 # -- the storms themselves -------------------------------------------------------------------------------------------

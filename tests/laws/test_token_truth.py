@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from troupe.actors.recorder import Recorder
 from troupe.actors.rendering import Message, Rendering
 from troupe.protocol.messages import Generate, Generated, Limits, RunEpisode, Sampling
-from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Node, Task, Trajectory
+from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Node, Task, branches_of, samples_of
 
 TASK = Task("t", "echo", "train", 0)
 MARKS = ["<|im_end|>", "<|im_start|>assistant\n", "<think>x</think>", "<tool_call>{}</tool_call>"]
@@ -57,10 +57,6 @@ def path(nodes: list[Node], node: int) -> list[int]:
     return found[::-1]
 
 
-def samples(nodes: list[Node]) -> list[Any]:
-    return list(Trajectory("e", 0, 0, 0, "train", 1, TASK, "completed", "terminated", nodes).samples())
-
-
 def check(record: Recorder, engine: Scripted) -> None:
     """Law 1 and the books of law 2, of everything recorded so far."""
     nodes = record.nodes
@@ -77,7 +73,7 @@ def check(record: Recorder, engine: Scripted) -> None:
         assert np.allclose(nodes[at].logprobs, [-(version + i / 1000) for i in range(len(said))])
         assert (nodes[at].versions == version).all(), number
     # Every sampled token is trained exactly once, in whatever number of branches it lies, and nothing else is.
-    found = [(sample.tokens[sample.mask].tolist(), sample.versions[sample.mask].tolist()) for sample in samples(nodes)]
+    found = [(sample.tokens[sample.mask].tolist(), sample.versions[sample.mask].tolist()) for sample in samples_of(nodes)]
     trained = [pair for tokens, versions in found for pair in zip(tokens, versions, strict=True)]
     expected = [(token, number) for number, (_, said) in enumerate(engine.log) for token in said]
     assert sorted(trained) == sorted(expected)
@@ -115,7 +111,7 @@ def test_a_conversation_that_goes_on_is_one_branch_that_extends_the_sampled_ids(
     check(record, engine)
     for (fed, said), (after, _) in zip(engine.log, engine.log[1:], strict=False):
         assert after[: len(fed) + len(said)] == fed + said
-    (sample,) = samples(record.nodes)
+    (sample,) = samples_of(record.nodes)
     assert sample.tokens.tolist() == engine.log[-1][0] + engine.log[-1][1]
     assert len(record.nodes) == len(messages)  # linear: a message, a node
 
@@ -179,7 +175,7 @@ def test_three_turns_of_thought_under_a_template_that_strips_them_are_branches_n
 
     asyncio.run(play())
     check(record, engine)
-    assert len(list(Trajectory("e", 0, 0, 0, "train", 1, TASK, "completed", "terminated", record.nodes).branches())) == 3
+    assert len(list(branches_of(record.nodes))) == 3
     assert "well" not in rendering.decode(engine.log[2][0])
     # The rendered past is shared from turn to turn: a node for each message of it, not one for each turn and message.
     assert len(record.nodes) == 3 + 3 + 2  # questions, sampled answers, stripped answers

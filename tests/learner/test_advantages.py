@@ -67,7 +67,7 @@ def test_an_estimator_can_live_in_a_users_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no file"):
+    with pytest.raises(ConfigError, match="no file"):
         find(f"{tmp_path}/none.py:f")
     (tmp_path / "broken_advantage.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
