@@ -249,6 +249,7 @@ class Company:
                 settings=config.eval,
                 limits=self._limits,
                 max_tokens=rollout.max_tokens,
+                stop=rollout.stop,
                 seed=config.seed,
                 file=os.path.join(self._ledger.folder, "evals.jsonl"),
             )

@@ -92,7 +92,8 @@ class EnvPool:
         self._router = Router(context, generate_s)
         self._store = context.ref("store", Store)
         self._loop = loops.choose(agent or AgentSettings(), self._world)
-        self._running: dict[tuple[str, int], asyncio.Task[Any]] = {}
+        self._running: set[tuple[str, int]] = set()
+        self._playing: dict[tuple[str, int], asyncio.Task[None]] = {}  # what of them can be cancelled: not their deposit
         self._slots = slots
         self._env_step_s = env_step_s
         self._late = ""
@@ -116,18 +117,17 @@ class EnvPool:
             raise Overloaded(f"{self._context.name} runs {len(self._running)} episodes and has {self._slots} slots")
         if key in self._running:
             raise Overloaded(f"{self._context.name} runs attempt {message.attempt} of {message.episode} already")
-        task = asyncio.ensure_future(self._episode(message))
-        self._running[key] = task
+        self._running.add(key)
         try:
-            return await task
+            return await self._episode(message)
         finally:
-            self._running.pop(key, None)
+            self._running.discard(key)
             if self._worn_out() and not self._running:
                 self._context.die(f"{drive.stuck()} worlds of '{self._world.__name__}' do not return and cannot be ended")
 
     async def cancel(self, message: CancelEpisode) -> Ack:
         """Ends an attempt, or with an empty name everything; what it had is deposited as cancelled."""
-        for (episode, attempt), task in list(self._running.items()):
+        for (episode, attempt), task in list(self._playing.items()):
             if message.episode in ("", episode) and attempt <= message.attempt:
                 task.cancel()
         return Ack()
@@ -187,10 +187,17 @@ class EnvPool:
             stage = Stage(driver, self._world.system, message.task, recorder, message.limits, outcome)
             try:
                 what = f"{self._context.name}: the episode {message.episode}"
-                await within(message.limits.episode_s, what, self._loop(stage))
+
+                async def play() -> None:  # made only once it runs: it may be cancelled before
+                    await within(message.limits.episode_s, what, self._loop(stage))
+
+                playing = asyncio.ensure_future(play())
+                self._playing[(message.episode, message.attempt)] = playing
+                await playing
                 if not math.isfinite(outcome.reward):
                     raise EnvironmentFailed(f"the reward is {outcome.reward}")
             finally:
+                self._playing.pop((message.episode, message.attempt), None)
                 await self._close(driver)
         except asyncio.CancelledError:
             cancelled = True

@@ -30,12 +30,13 @@ class Evaluator:
         settings: EvalSettings,
         limits: Limits,
         max_tokens: int,
+        stop: list[str],
         seed: int,
         file: str,
     ) -> None:
         self._context = context
         self._settings, self._limits, self._seed, self._file = settings, limits, seed, file
-        self._sampling = Sampling(temperature=settings.temperature, max_tokens=max_tokens)
+        self._sampling = Sampling(temperature=settings.temperature, max_tokens=max_tokens, stop=stop)
         found = registry.find(world)
         self._tasks = [found.task("heldout", index) for index in range(settings.tasks)]
         self._dispatcher = context.ref("dispatcher", Dispatcher)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from troupe.actors.context import Context
 from troupe.actors.engines.base import Engine
 from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError
-from troupe.protocol.messages import Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+from troupe.protocol.messages import Abort, Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
 
 
 class Generator:
@@ -37,6 +37,11 @@ class Generator:
         except (RemoteError, ActorLost) as error:
             self._context.die(f"its engine is gone: {error}")
             raise
+
+    async def abort(self, message: Abort) -> Ack:
+        """Ends a request early; one that is unknown, or over, is ignored."""
+        await self._engine.abort(message.request)
+        return Ack()
 
     async def end_session(self, message: EndSession) -> Ack:
         """Drops a session's cache."""

@@ -233,11 +233,11 @@ def _keys(agent: str, tools: list[Tool] | None, messages: list[Message], before:
 
     Two conversations with the same key say the same; thoughts do not count, since clients do not send them back.
     """
-    keys = [hashlib.blake2b(json.dumps([agent, tools or []], default=str).encode()).digest() if before is None else before]
+    keys = [hashlib.blake2b(repr([agent, tools or []]).encode()).digest() if before is None else before]
     for message in messages:
         calls = [_call_key(call) for call in message.get("tool_calls") or []]
         said = [message.get("role"), _text(message).strip(), calls, message.get("tool_call_id") or ""]
-        keys.append(hashlib.blake2b(keys[-1] + json.dumps(said, default=str).encode(), digest_size=32).digest())
+        keys.append(hashlib.blake2b(keys[-1] + repr(said).encode(), digest_size=32).digest())
     return keys
 
 

@@ -2,19 +2,21 @@
 
 Owns its own view of who is busy. Promises:
 - a trajectory returns to the replica that holds its cache, unless that replica is gone;
-- a request whose replica died is issued again elsewhere (same prompt, same seed), a bounded number of times;
+- a request whose replica died, or cut it short, is issued again elsewhere (same prompt, same seed) until its time is up;
+- a request that its caller gives up is aborted where it runs, so that nothing is sampled for nobody;
 - when no replica takes work it waits for one, at most `patience_s`, and then names the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 
 from troupe.actors.context import Context, within
 from troupe.actors.generator import Generator
-from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut
-from troupe.protocol.messages import EndSession, Generate, Generated, Routes
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.messages import Abort, EndSession, Generate, Generated, Routes
 
 _SESSIONS_KEPT = 65_536
 
@@ -29,6 +31,7 @@ class Router:
         self._load: Counter[str] = Counter()
         self._home: dict[str, str] = {}
         self._changed = asyncio.Event()
+        self._aborting: set[asyncio.Task[None]] = set()
         self.reissued = 0
 
     def set_routes(self, routes: Routes) -> None:
@@ -40,18 +43,25 @@ class Router:
     async def generate(self, request: Generate) -> Generated:
         """Samples on some replica. Raises TimedOut when none answered in time."""
         deadline = self._context.clock.now() + self._patience_s
-        reason = "no generator has proved its weights yet"
+        reason, tried = "no generator has proved its weights yet", False
         while True:
             name = self._choose(request.session)
+            if self._context.clock.now() >= deadline and (tried or name is None):
+                raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
             if name is None:
-                if self._context.clock.now() >= deadline:
-                    raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
                 await self._wait(1.0)
                 continue
+            tried = True
             self._load[name] += 1
             try:
                 generator = self._context.ref(name, Generator)
-                return await within(self._generate_s, f"{name}.generate", generator.generate(request))
+                made = await within(self._generate_s, f"{name}.generate", generator.generate(request))
+                if made.finish != "abort":
+                    return made
+                raise ActorLost(f"{name} cut '{request.request}' short")
+            except (asyncio.CancelledError, TimedOut):
+                self._abort_soon(name, request.request)
+                raise
             except (ActorLost, NotReady) as error:
                 # Gone, or a replacement that has proved nothing yet: it comes back with the next routes.
                 reason = str(error)
@@ -59,8 +69,6 @@ class Router:
                 self.reissued += 1
             except Overloaded as error:
                 reason = str(error)
-                if self._context.clock.now() >= deadline:
-                    raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}") from error
                 await self._wait(0.2)
             finally:
                 self._load[name] -= 1
@@ -73,6 +81,16 @@ class Router:
                 await within(10.0, f"{name}.end_session", self._context.ref(name, Generator).end_session(EndSession(session)))
             except (ActorLost, TimedOut):
                 return
+
+    def _abort_soon(self, name: str, request: str) -> None:
+        """Beside the caller, who is leaving."""
+        task = asyncio.ensure_future(self._abort(name, request))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, name: str, request: str) -> None:
+        with contextlib.suppress(TroupeError):  # a replica that is gone samples nothing
+            await within(10.0, f"{name}.abort", self._context.ref(name, Generator).abort(Abort(request)))
 
     def _choose(self, session: str) -> str | None:
         home = self._home.get(session)

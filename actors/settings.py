@@ -71,7 +71,7 @@ class RolloutSettings(_Section):
         description="an episode that broke: retry elsewhere with the same task and seed (then drop its group), or drop at once "
         "the episode or its whole group",
     )
-    attempts: int = Field(3, ge=1, description="with retry: attempts at an episode before it counts as failed")
+    attempts: int = Field(3, ge=1, le=100, description="with retry: attempts at an episode before it counts as failed")
     quarantine_after: int = Field(3, ge=1, description="failures that are the task's own until it is never dispatched again")
     env_step_s: float = Field(30.0, gt=0, description="seconds that a world may take for one step")
     generate_s: float = Field(120.0, gt=0, description="seconds that one turn's generation may take")

@@ -178,7 +178,11 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
             short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
             temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=short)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary  # else torch leaves a folder beside it
-            ray.init(_temp_dir=temporary, include_dashboard=False, **common)
+            try:
+                ray.init(_temp_dir=temporary, include_dashboard=False, **common)
+            except Exception as error:  # Ray raises a bare one
+                reason = str(error).strip().splitlines()[0]
+                raise TroupeError(f"Ray did not start on this machine: {reason} Is it very busy? Then try again") from error
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()

@@ -171,7 +171,7 @@ class Driver:
             return
         self._closed, self._playing = True, False
         try:
-            if not self._lost:
+            if not self._lost and type(self.world).close is not TextWorld.close:  # the default does nothing: no thread for it
                 await self._call("close", self.world.close)
         except (ValueError, InvalidAction) as error:
             raise self._failed("close", error) from error
@@ -445,6 +445,8 @@ class _Thread(Executor):
         self._changing = threading.Lock()
         self._act = 0
         """What the thread does: 0 the world's calls, 1 its late close, 2 nothing. Only 0 and 1 may be struck."""
+        self._struck = False
+        """Was a strike meant for this act? It may land at any moment, or have landed."""
         self._close: Callable[[], Any] | None = None
         self._thread = threading.Thread(target=self._run, name=f"world-{name}", daemon=True)
         self._thread.start()
@@ -478,6 +480,7 @@ class _Thread(Executor):
     def _strike(self, act: int) -> bool:
         """Raises WorldKilled in the thread, as soon as it runs Python code, if it is in that act."""
         with self._changing:
+            self._struck = self._struck or self._act == act
             return self._act == act and bool(_raise_in(self._thread, WorldKilled))
 
     def _enter(self, act: int) -> None:
@@ -485,8 +488,11 @@ class _Thread(Executor):
         while self._act != act:
             with suppress(WorldKilled):
                 with self._changing:
-                    self._act = act
-                _raise_in(self._thread, None)
+                    self._act, struck, self._struck = act, self._struck, False
+                if struck:  # perhaps it has not landed yet: it does so here. (To take it back would leave CPython 3.11
+                    _raise_in(self._thread, WorldKilled)  # spinning for ever as soon as anybody profiles or traces.)
+                    while True:
+                        pass
 
     def _run(self) -> None:
         with suppress(WorldKilled):
@@ -505,7 +511,6 @@ class _Thread(Executor):
             del work, future, function  # an idle thread must not keep the last episode's objects alive
 
 
-def _raise_in(thread: threading.Thread, error: type[BaseException] | None) -> int:
-    """Raises `error` in a thread that lives; None: takes back one that has not been raised yet."""
-    kind = None if error is None else ctypes.py_object(error)
-    return int(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), kind))
+def _raise_in(thread: threading.Thread, error: type[BaseException]) -> int:
+    """Raises `error` in a thread that lives, in the place of one that has not been raised yet."""
+    return int(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error)))

@@ -123,6 +123,14 @@ class Generated:
 
 
 @dataclass(slots=True)
+class Abort:
+    """Nobody waits for this request any more: its tokens need not be sampled."""
+
+    __pydantic_config__ = _CONFIG
+    request: str
+
+
+@dataclass(slots=True)
 class EndSession:
     """The trajectory is over: its KV cache may go."""
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,12 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "two ends": rendering.load(str(two_ends)),
         "generic": rendering.load(str(generic)),
     }
+
+
+@pytest.fixture(autouse=True)
+def worlds_that_a_test_left_stuck_are_not_the_next_ones() -> Iterator[None]:
+    """A coroutine that swallows its cancellation is counted until its process ends (`drive.stuck`)."""
+    yield
+    drive = sys.modules.get("troupe.envs.drive")
+    if drive is not None:
+        drive._given_up.clear()

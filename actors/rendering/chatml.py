@@ -64,6 +64,8 @@ class ChatMLRenderer:
                 f"the tokenizer in '{tokenizer.name_or_path}' has no <|im_start|> and <|im_end|>: it is not a ChatML model"
             )
         self._start, self._end = ids
+        self._newline = tokenizer.encode("\n")
+        self._agent = tokenizer.encode("assistant\n")
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -106,7 +108,7 @@ class ChatMLRenderer:
         self._emit(made, -1, before, [False] * len(before))
         if before[-1:] != [self._end]:
             self._emit(made, -1, [self._end], [False])
-        self._emit(made, -1, self._tokenizer.encode("\n"))
+        self._emit(made, -1, self._newline)
         for index, message in enumerate(new_messages):
             self._add(made, index, message.get("role") or "", _text(message))
         self._open(made)
@@ -134,17 +136,17 @@ class ChatMLRenderer:
         mine = role == "assistant"
         self._emit(made, index, [self._start])
         if mine:  # the agent begins to speak after the newline: no token crosses it
-            self._emit(made, index, self._tokenizer.encode(f"{role}\n"))
+            self._emit(made, index, self._agent)
             ids = self._tokenizer.encode(text) if text else []
             self._emit(made, index, [*ids, self._end], [True] * (len(ids) + 1), sampled=True)
         else:
             pairs = list(attribute_text_segments(self._tokenizer, [(f"{role}\n", False), (text, True)]))
             self._emit(made, index, [id_ for id_, _ in pairs], [content for _, content in pairs])
             self._emit(made, index, [self._end])
-        self._emit(made, index, self._tokenizer.encode("\n"))
+        self._emit(made, index, self._newline)
 
     def _open(self, made: RenderedTokens) -> None:
-        self._emit(made, -1, [self._start, *self._tokenizer.encode("assistant\n")])
+        self._emit(made, -1, [self._start, *self._agent])
 
     def _emit(
         self, made: RenderedTokens, index: int, ids: list[int], content: list[bool] | None = None, sampled: bool = False

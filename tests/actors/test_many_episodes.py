@@ -31,6 +31,7 @@ from troupe.learner.tiny import make_tiny
 from troupe.protocol.messages import (
     Ack,
     Announce,
+    CancelEpisode,
     Deposit,
     EndSession,
     Generate,
@@ -283,3 +284,26 @@ async def test_a_thousand_worlds_that_wait_cost_a_pool_no_threads(model: str, wa
     assert Meeting.threads <= before
     assert (await pool.health(Ping())).load == 0
     assert watched.left() == []
+
+
+@pytest.mark.parametrize("turns_of_the_loop", range(40))
+async def test_an_episode_that_is_cancelled_at_any_moment_still_says_how_it_ended(model: str, turns_of_the_loop: int) -> None:
+    """Before its first await, in its middle, while its record is on its way: never an exception that nobody can read."""
+
+    class Slow(Here):
+        async def deposit(self, message: Deposit) -> Receipt:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return await super().deposit(message)
+
+    here: Any = Slow()
+    pool = EnvPool(here, "echo", {"turns": 2}, model, slots=1)
+    await pool.routes(Routes(["generator-0"]))
+    episode = RunEpisode("e", 0, 0, 0, "train", 1, Task("0", "echo", "train", 0), Sampling(max_tokens=8), Limits(), 0)
+    running = asyncio.ensure_future(pool.run_episode(episode))
+    for _ in range(turns_of_the_loop):
+        await asyncio.sleep(0)
+    await pool.cancel(CancelEpisode("e", 0))
+    done = await running
+    assert done.status in ("completed", "cancelled") and done.stored
+    assert here.stored == ["e"]

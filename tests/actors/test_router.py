@@ -1,0 +1,109 @@
+"""Which replica samples a turn, and what happens to the turn when that replica does not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from troupe.actors.router import Router
+from troupe.actors.simulated import Simulation
+from troupe.protocol.errors import NotReady, Overloaded, TimedOut
+from troupe.protocol.messages import Abort, Generate, Generated, Routes, Sampling
+
+
+class Replica:
+    """Answers, refuses or dawdles as `how` says, and writes down what it was asked."""
+
+    def __init__(self, context: Any, how: str, log: list[tuple[str, str]]) -> None:
+        self.name, self.how, self.log = context.name, how, log
+
+    async def generate(self, message: Generate) -> Generated:
+        self.log.append((self.name, message.request))
+        if self.how == "refuses":
+            raise NotReady("unproved")
+        if self.how == "is full":
+            raise Overloaded("full")
+        await asyncio.sleep(1000.0 if self.how == "dawdles" else 1.0)
+        finish: Any = "abort" if self.how == "cuts short" else "stop"
+        return Generated(np.asarray([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), finish, self.name)
+
+    async def abort(self, message: Abort) -> None:
+        self.log.append((self.name, f"abort {message.request}"))
+
+
+def play(how: dict[str, str], work: Any, **settings: float) -> tuple[Any, list[tuple[str, str]]]:
+    """Lets `work(router)` play with replicas; returns its result and what the replicas were asked."""
+    log: list[tuple[str, str]] = []
+    with Simulation(3) as simulation:
+
+        async def main(context: Any) -> Any:
+            for name, kind in how.items():
+                await context.spawn(name, Replica, how=kind, log=log)
+            router = Router(context, **settings)
+            router.set_routes(Routes(list(how)))
+            try:
+                return await work(router)
+            finally:
+                await asyncio.sleep(20.0)
+
+        return simulation.run(main), log
+
+
+def ask(request: str = "r", session: str = "s") -> Generate:
+    return Generate(request, session, np.zeros(3, np.int32), Sampling())
+
+
+def test_a_session_stays_where_its_cache_is_and_new_ones_go_to_the_least_loaded():
+    async def work(router: Router) -> list[str]:
+        made = await asyncio.gather(*(router.generate(ask(f"r{n}", f"s{n}")) for n in range(4)))
+        again = await asyncio.gather(*(router.generate(ask(f"q{n}", f"s{n}")) for n in range(4)))
+        assert [m.generator for m in made] == [m.generator for m in again]
+        return [m.generator for m in made]
+
+    names, _ = play({"generator-0": "fine", "generator-1": "fine"}, work)
+    assert sorted(names) == ["generator-0"] * 2 + ["generator-1"] * 2
+
+
+@pytest.mark.parametrize("how", ["refuses", "cuts short"])
+def test_a_turn_that_one_replica_does_not_finish_is_sampled_whole_by_another(how):
+    made, log = play({"generator-0": how, "generator-1": "fine"}, lambda router: router.generate(ask()))
+    assert (made.finish, made.generator) == ("stop", "generator-1")
+    assert log == [("generator-0", "r"), ("generator-1", "r")]
+
+
+def test_a_turn_that_takes_too_long_names_the_replica_and_is_aborted_there():
+    async def work(router: Router) -> None:
+        with pytest.raises(TimedOut, match=r"generator-0\.generate has not answered for 5 s"):
+            await router.generate(ask())
+
+    assert play({"generator-0": "dawdles"}, work, generate_s=5.0)[1] == [("generator-0", "r"), ("generator-0", "abort r")]
+
+
+def test_a_turn_that_nobody_waits_for_any_more_is_aborted():
+    async def work(router: Router) -> None:
+        waiting = asyncio.ensure_future(router.generate(ask()))
+        await asyncio.sleep(5.0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    assert play({"generator-0": "dawdles"}, work)[1][-1] == ("generator-0", "abort r")
+
+
+@pytest.mark.parametrize(("how", "why"), [("refuses", "unproved"), ("is full", "full"), ("cuts short", "cut 'r' short")])
+def test_patience_ends_even_if_the_replica_is_announced_again_and_again(how, why):
+    async def work(router: Router) -> None:
+        async def announce() -> None:
+            while True:
+                router.set_routes(Routes(["generator-0"]))
+                await asyncio.sleep(0.5)
+
+        announcing = asyncio.ensure_future(announce())
+        with pytest.raises(TimedOut, match=f"no generator took 'r' for 60 s: .*{why}"):
+            await router.generate(ask())
+        announcing.cancel()
+
+    assert len(play({"generator-0": how}, work, patience_s=60.0)[1]) > 3
