@@ -42,7 +42,12 @@ _LAST_WORDS_S = 2.0
 LONGEST_CALL_S = 24 * 3600.0
 """Backstop of every call. Callers set tighter limits with `context.within`."""
 
-_LOST = (ray.exceptions.RayActorError, ray.exceptions.OwnerDiedError, ray.exceptions.WorkerCrashedError)
+_LOST = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.OwnerDiedError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.TaskCancelledError,
+)
 
 
 class WallClock:

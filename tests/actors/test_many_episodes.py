@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,7 +69,7 @@ class FixedEngine:
 
 @dataclass
 class Watched:
-    """Every recorder and every driver that a pool makes. peak: the most recorders that lived at once, by pool."""
+    """Every recorder and every driver that a pool makes."""
 
     alive: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     made: int = 0
@@ -106,12 +105,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_of_others() -> Iterator[None]:
-    gc.collect()
-    yield
 
 
 @dataclass
