@@ -53,12 +53,12 @@ def check(config: RunConfig) -> None:
     """Raises ConfigError for what would only come to light once the actors are started, and settles what is "auto"."""
     from troupe.actors import loops, rendering
     from troupe.envs import registry
-    from troupe.learner import advantages
+    from troupe.learner import composition
 
     world = registry.find(config.env.name)
     registry.make(world, config.env.options)
     loops.choose(config.agent, world)
-    advantages.find(config.learner.advantage)
+    composition.check(config.learner, config.model_settings(""))
     if config.model.path:
         from troupe.cluster.models import resolve
 

@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from troupe.learner.advantages import Array, Estimator, Group
+from troupe.learner import filters
+from troupe.learner.advantages import Array, Estimator, Group, traits
+from troupe.learner.config import LearnerConfig
 from troupe.learner.errors import BatchError
 from troupe.learner.packing import Trainable, trainable
+from troupe.learner.rewards import Indices, return_of
+from troupe.learner.whiten import whiten
 from troupe.protocol.trajectory import Trajectory
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -26,84 +31,170 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """What the trainer needs of a batch.
+    """What the trainer needs of a batch, before anyone is credited.
 
-    sequences: those with trained tokens. owner: trajectory (in order of id) of each sequence. The flat arrays have one
-    entry per trained token [k]: advantage, rollout (the engine's logprob) and version (of the weights that sampled it).
-    metrics: of the rewards and sizes.
+    trajectories: those that train, in order of id. groups: indices of each group's members. sequences: those with trained
+    tokens. owner: trajectory of each sequence. The flat arrays have one entry per trained token [k]: rollout (the engine's
+    logprob), version (of the weights that sampled it) and trajectory. spans, order: where a trajectory's tokens lie in the
+    flat arrays, and the indices that take its policy tokens from node order to there. metrics: of rewards and sizes.
+    idle: the filter left nothing; then all groups are here, and none has an advantage.
     """
 
+    trajectories: list[Trajectory]
+    groups: list[list[int]]
     sequences: list[Trainable]
     owner: list[int]
-    advantage: Floats
     rollout: Floats
     version: np.ndarray[Any, np.dtype[np.int32]]
+    trajectory: Indices
+    spans: list[slice]
+    order: list[Indices]
     metrics: dict[str, float]
+    idle: bool = False
+
+    def in_node_order(self, flat: Array) -> list[Array]:
+        """`flat` [k] as one array of policy tokens in node order per trajectory."""
+        found = []
+        for span, order in zip(self.spans, self.order, strict=True):
+            array = np.empty(len(order))
+            array[order] = flat[span]
+            found.append(array)
+        return found
 
 
-def assemble(trajectories: list[Trajectory], estimator: Estimator) -> TrainingBatch:
-    """Checks, groups and flattens `trajectories`. Raises BatchError."""
+@dataclass(slots=True)
+class Credit:
+    """Per trained token [k]: advantage, and target, what its value should have been (empty without values)."""
+
+    advantage: Floats
+    target: Floats
+
+
+def assemble(trajectories: list[Trajectory], config: LearnerConfig) -> TrainingBatch:
+    """Checks, groups, filters and flattens `trajectories`. Raises BatchError."""
     if not trajectories:
         raise BatchError("an empty batch: there is nothing to train on")
     for trajectory in trajectories:
         _check(trajectory)
-    ordered = sorted(trajectories, key=lambda t: t.id)
-    for one, other in itertools.pairwise(ordered):
+    everything = sorted(trajectories, key=lambda t: t.id)
+    for one, other in itertools.pairwise(everything):
         if one.id == other.id:
             raise BatchError(f"trajectory '{one.id}' is there twice (attempts {one.attempt} and {other.attempt})")
+    groups = _groups(everything)
+    rewards = [np.array([t.reward for t in group], np.float64) for group in groups]
+    keep = filters.find(config.filter)(rewards, config.filter_value)
+    if len(keep) != len(rewards):
+        raise BatchError(f"filter '{config.filter}' gave {len(keep)} answers for {len(rewards)} groups")
+    idle = not any(keep)
+    kept = [group for group, keeps in zip(groups, keep, strict=True) if keeps or idle]
+    ordered = sorted((t for group in kept for t in group), key=lambda t: t.id)
+    index = {t.id: i for i, t in enumerate(ordered)}
 
-    members: dict[int, list[Trajectory]] = {}
-    for trajectory in ordered:
-        members.setdefault(trajectory.group, []).append(trajectory)
-    groups = [Group(m, np.array([t.reward for t in m], np.float64)) for m in members.values()]
-    advantage_of: dict[str, Array] = {}
-    for group in groups:
-        values = estimator(group)
-        if len(values) != len(group.trajectories):
-            raise BatchError(f"the estimator gave {len(values)} advantages for {len(group.returns)} trajectories")
-        for trajectory, value in zip(group.trajectories, values, strict=True):
-            advantage_of[trajectory.id] = _per_token(trajectory, value)
-
-    sequences: list[Trainable] = []
-    owner: list[int] = []
-    advantage, rollout, version = [np.zeros(0)], [np.zeros(0)], [np.zeros(0, np.int32)]
+    batch = TrainingBatch(
+        trajectories=ordered,
+        groups=[[index[t.id] for t in group] for group in kept],
+        sequences=[],
+        owner=[],
+        rollout=np.zeros(0, np.float32),
+        version=np.zeros(0, np.int32),
+        trajectory=np.zeros(0, np.int64),
+        spans=[],
+        order=[_sample_order(t) for t in ordered],
+        metrics=_metrics(everything, rewards, keep),
+        idle=idle,
+    )
+    rollout, version, owner = [batch.rollout], [batch.version], [batch.trajectory]
     first = tokens = 0
-    for index, trajectory in enumerate(ordered):
-        temperature = float(trajectory.sampling.get("temperature", 1.0))
-        advantage.append(advantage_of[trajectory.id][_sample_order(trajectory)])
+    for i, trajectory in enumerate(ordered):
+        start = first
         for sample in trajectory.samples():
             tokens += len(sample.tokens)
             if not sample.mask.any():
                 continue
             sequence = trainable(
-                sample.tokens, sample.mask, first=first, temperature=temperature, name=f"trajectory '{trajectory.id}'"
+                sample.tokens, sample.mask, first=first, name=f"trajectory '{trajectory.id}'", **_drawn(trajectory)
             )
             first += len(sequence.at)
-            sequences.append(sequence)
-            owner.append(index)
+            batch.sequences.append(sequence)
+            batch.owner.append(i)
             rollout.append(sample.logprobs[sequence.at])
             version.append(sample.versions[sequence.at])
-    if not sequences:
+            owner.append(np.full(len(sequence.at), i, np.int64))
+        batch.spans.append(slice(start, first))
+    if not batch.sequences:
         raise BatchError(f"none of the {len(ordered)} trajectories has a policy token: there is nothing to train on")
+    batch.rollout, batch.version = np.concatenate(rollout), np.concatenate(version)
+    batch.trajectory = np.concatenate(owner)
+    batch.metrics |= {"policy_tokens": float(first), "tokens": float(tokens)}
+    return batch
 
-    rewards = np.array([t.reward for t in ordered])
-    return TrainingBatch(
-        sequences=sequences,
-        owner=owner,
-        advantage=np.concatenate(advantage).astype(np.float32),
-        rollout=np.concatenate(rollout).astype(np.float32),
-        version=np.concatenate(version).astype(np.int32),
-        metrics={
-            "reward_mean": float(rewards.mean()),
-            "reward_std": _std(rewards),
-            "group_reward_std": float(np.mean([_std(g.returns) for g in groups])),
-            "equal_groups": float(np.mean([not g.informative for g in groups])),
-            "success": float(np.mean([t.reward > 0 if t.success is None else t.success for t in ordered])),
-            "turns": float(np.mean([len(t.steps) for t in ordered])),
-            "policy_tokens": float(first),
-            "tokens": float(tokens),
-        },
-    )
+
+def credit(
+    batch: TrainingBatch,
+    estimator: Estimator,
+    config: LearnerConfig,
+    *,
+    values: Array | None = None,
+    old: Array | None = None,
+    penalty: Array | None = None,
+    teacher: Mapping[str, Any] | None = None,
+) -> Credit:
+    """Advantages by `estimator`, whitened if it or the configuration says so.
+
+    values: of a critic, old: the learner's logprobs, penalty: rewards of single tokens; all flat [k]. teacher: logprobs of
+    each trajectory's policy tokens in node order, by its id. Raises BatchError for what is missing or of a wrong shape.
+    """
+    needs = traits(estimator).needs
+    named = {"values": values, "old": old}
+    if missing := [name for name in sorted(needs) if name in named and named[name] is None]:
+        raise BatchError(f"estimator '{config.advantage}' needs {' and '.join(missing)}, which nobody gave")
+    if "teacher" in needs:
+        taught = [_taught(t, teacher or {}) for t in batch.trajectories]
+    per_trajectory = {name: batch.in_node_order(array) for name, array in named.items() if array is not None}
+    penalties = batch.in_node_order(penalty) if penalty is not None else []
+    flat = np.zeros(len(batch.rollout))
+    for members in batch.groups:
+        paid = [float(penalties[i].sum()) if penalties else 0.0 for i in members]
+        group = Group(
+            [batch.trajectories[i] for i in members],
+            np.array([return_of(batch.trajectories[i], config) + extra for i, extra in zip(members, paid, strict=True)]),
+            config,
+            teacher=[taught[i] for i in members] if "teacher" in needs else [],
+            penalties=[penalties[i] for i in members] if penalties else [],
+            **{name: [arrays[i] for i in members] for name, arrays in per_trajectory.items()},
+        )
+        answers = estimator(group)
+        if len(answers) != len(members):
+            raise BatchError(f"the estimator gave {len(answers)} advantages for {len(members)} trajectories")
+        for i, answer in zip(members, answers, strict=True):
+            flat[batch.spans[i]] = _per_token(batch.trajectories[i], answer)[batch.order[i]]
+
+    target = flat + values if values is not None else np.zeros(0)
+    if config.whiten == "batch" or (config.whiten == "auto" and traits(estimator).whiten):
+        flat = whiten(flat)
+    if batch.idle:
+        flat = np.zeros_like(flat)
+    return Credit(flat.astype(np.float32), target.astype(np.float32))
+
+
+def _groups(ordered: list[Trajectory]) -> list[list[Trajectory]]:
+    members: dict[int, list[Trajectory]] = {}
+    for trajectory in ordered:
+        members.setdefault(trajectory.group, []).append(trajectory)
+    return list(members.values())
+
+
+def _metrics(trajectories: list[Trajectory], groups: list[Array], keep: Any) -> dict[str, float]:
+    rewards = np.array([t.reward for t in trajectories])
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": _std(rewards),
+        "group_reward_std": float(np.mean([_std(group) for group in groups])),
+        "equal_groups": float(np.mean([not (group != group[0]).any() for group in groups])),
+        "kept_groups": float(np.mean(list(keep))),
+        "success": float(np.mean([t.reward > 0 if t.success is None else t.success for t in trajectories])),
+        "turns": float(np.mean([len(t.steps) for t in trajectories])),
+    }
 
 
 def _check(t: Trajectory) -> None:
@@ -113,14 +204,17 @@ def _check(t: Trajectory) -> None:
         raise BatchError(f"trajectory '{t.id}' is {t.status} ({t.stop}): only completed ones are trained on")
     if not math.isfinite(t.reward):
         raise BatchError(f"trajectory '{t.id}' has reward {t.reward}: it is broken, not bad; retry or exclude it")
-    temperature = t.sampling.get("temperature", 1.0)
+    for turn, step in enumerate(t.steps):
+        if not all(map(math.isfinite, (step.reward, *step.parts.values()))):
+            raise BatchError(f"trajectory '{t.id}': a reward of turn {turn} is not finite; retry or exclude it")
+    drawn = _drawn(t)
+    temperature, top_k, top_p = drawn["temperature"], drawn["top_k"], drawn["top_p"]
     if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
         raise BatchError(f"trajectory '{t.id}' was sampled at temperature {temperature!r}: training needs one above 0")
-    if t.sampling.get("top_p", 1.0) != 1.0 or t.sampling.get("top_k", 0) != 0:
-        raise BatchError(
-            f"trajectory '{t.id}' was sampled with top_p or top_k: its logprobs are of a cut distribution that the "
-            "learner cannot reproduce; sample training episodes with top_p = 1 and top_k = 0"
-        )
+    if not (isinstance(top_p, int | float) and 0 < top_p <= 1):
+        raise BatchError(f"trajectory '{t.id}' was sampled with top_p = {top_p!r}: it must be above 0 and at most 1")
+    if not (isinstance(top_k, int) and top_k >= 0):
+        raise BatchError(f"trajectory '{t.id}' was sampled with top_k = {top_k!r}: it must be 0 (off) or more")
     for node in t.nodes:
         try:
             node.check()
@@ -128,6 +222,24 @@ def _check(t: Trajectory) -> None:
             raise BatchError(f"trajectory '{t.id}': {error}") from error
         if not np.isfinite(node.logprobs).all():
             raise BatchError(f"trajectory '{t.id}': a logprob is not finite, in a node of '{node.role}'")
+
+
+def _drawn(t: Trajectory) -> dict[str, Any]:
+    """How its tokens were drawn."""
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    return {name: t.sampling.get(name, default) for name, default in off.items()}
+
+
+def _taught(trajectory: Trajectory, teacher: Mapping[str, Any]) -> Array:
+    if trajectory.id not in teacher:
+        raise BatchError(f"the teacher has no logprobs for trajectory '{trajectory.id}': give one for each policy token")
+    array = np.asarray(teacher[trajectory.id], np.float64)
+    if array.shape != (trajectory.policy_tokens,) or not np.isfinite(array).all():
+        raise BatchError(
+            f"the teacher's logprobs of trajectory '{trajectory.id}' must be {trajectory.policy_tokens} finite numbers, one "
+            f"for each policy token; they have shape {list(array.shape)}"
+        )
+    return array
 
 
 def _per_token(trajectory: Trajectory, value: Any) -> Array:
@@ -144,7 +256,7 @@ def _per_token(trajectory: Trajectory, value: Any) -> Array:
     return np.broadcast_to(array, (n,))
 
 
-def _sample_order(trajectory: Trajectory) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _sample_order(trajectory: Trajectory) -> Indices:
     """Indices that take policy tokens from node order to the order in which `samples()` trains them."""
     starts = np.cumsum([0, *(len(node.logprobs) for node in trajectory.nodes)])
     order = list(dict.fromkeys(node for branch in trajectory.branches() for node in branch))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from troupe.learner.errors import BatchError
+from troupe.learner.truncation import kept
 from troupe.protocol.errors import ConfigError
 
 ATTENTION = "troupe_packed"
@@ -35,23 +37,39 @@ class Trainable:
 
     tokens: ids [n]. at: positions [k] ≥ 1 of the trained tokens, ascending. first: index of the sequence's first
     trained token among all of the batch, so that per-token data lives in flat arrays beside the sequences.
-    temperature: what the logits are divided by.
+    temperature: what the logits are divided by; top_k (0: off) and top_p (1: off): what then cut them.
     """
 
     tokens: np.ndarray[Any, np.dtype[np.int32]]
     at: np.ndarray[Any, np.dtype[np.int64]]
     first: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @property
+    def where(self) -> slice:
+        """The sequence's trained tokens among all of the batch."""
+        return slice(self.first, self.first + len(self.at))
 
 
-def trainable(tokens: Any, mask: Any, *, first: int = 0, temperature: float = 1.0, name: str = "sequence") -> Trainable:
+def trainable(
+    tokens: Any,
+    mask: Any,
+    *,
+    first: int = 0,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    name: str = "sequence",
+) -> Trainable:
     """Checks and wraps `tokens` [n] whose trained ones are marked in `mask` [n]. Raises BatchError."""
     tokens, at = np.asarray(tokens, np.int32), np.flatnonzero(mask)
     if len(tokens) != len(mask):
         raise BatchError(f"{name}: {len(tokens)} tokens but a mask of {len(mask)}")
     if len(at) and at[0] == 0:
         raise BatchError(f"{name}: its first token is to be trained, but nothing comes before it to predict it from")
-    return Trainable(tokens, at, first, temperature)
+    return Trainable(tokens, at, first, temperature, top_k, top_p)
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -79,6 +97,7 @@ class Row:
 
     tokens, positions: [1, T]. lengths, ends: of its sequences, and where each ends in the row. at: row positions [k]
     whose logits predict `targets` [k]. where: flat index [k] of each among all trained tokens. temperature: [k].
+    cut: (top_k [k], top_p [k]), None if nothing was sampled from a cut distribution.
     """
 
     tokens: torch.Tensor
@@ -89,6 +108,12 @@ class Row:
     targets: torch.Tensor
     where: torch.Tensor
     temperature: torch.Tensor
+    cut: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def sequence(self) -> torch.Tensor:
+        """Which of the row's sequences each target belongs to [k]."""
+        return torch.bucketize(self.at, self.ends, right=True)
 
 
 def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device) -> Iterator[Row]:
@@ -102,7 +127,11 @@ def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device)
         at = np.concatenate([s.at + start for s, start in zip(members, starts, strict=True)])
         positions = np.concatenate([np.arange(n) for n in lengths])
         where = np.concatenate([np.arange(s.first, s.first + n) for s, n in zip(members, counts, strict=True)])
-        temperature = np.repeat(np.array([s.temperature for s in members], np.float32), counts)
+
+        def of_tokens(name: str, dtype: Any, members: Any = members, counts: Any = counts) -> torch.Tensor:
+            return torch.from_numpy(np.repeat(np.array([getattr(s, name) for s in members], dtype), counts)).to(device)
+
+        whole = all(s.top_k == 0 and s.top_p == 1 for s in members)
         yield Row(
             tokens=torch.from_numpy(tokens)[None].to(device),
             positions=torch.from_numpy(positions)[None].to(device),
@@ -111,14 +140,20 @@ def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device)
             at=torch.from_numpy(at - 1).to(device),
             targets=torch.from_numpy(tokens[at]).to(device),
             where=torch.from_numpy(where).to(device),
-            temperature=torch.from_numpy(temperature).to(device),
+            temperature=of_tokens("temperature", np.float32),
+            cut=None if whole else (of_tokens("top_k", np.int64), of_tokens("top_p", np.float64)),
         )
 
 
-def prepare(model: torch.nn.Module) -> tuple[Any, Any]:
+Parts: TypeAlias = tuple[Any, Any]
+"""(backbone, output head) of a model."""
+
+
+def prepare(model: torch.nn.Module, *, checkpointing: bool = False) -> Parts:
     """Makes `model` fit for packed rows; returns (backbone, output head) for `logprobs`.
 
-    From then on it reads packed rows and nothing else. Raises ConfigError if its attention cannot be replaced.
+    From then on it reads packed rows and nothing else. checkpointing: keep only what goes into each layer, and compute the
+    rest again in the backward pass (arXiv:1604.06174). Raises ConfigError if its attention cannot be replaced.
     """
     from transformers import AttentionInterface
 
@@ -129,45 +164,70 @@ def prepare(model: torch.nn.Module) -> tuple[Any, Any]:
     causal.set_attn_implementation(ATTENTION)
     if causal.config._attn_implementation != ATTENTION:
         raise ConfigError(f"a {causal.config.model_type} model cannot be trained: its attention cannot be replaced")
+    if checkpointing:
+        _checkpoint_layers(causal)
     return causal.get_decoder(), causal.get_output_embeddings()
+
+
+def _checkpoint_layers(model: Any) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"a {model.config.model_type} model has no layers to checkpoint: set activation_checkpointing = false"
+        )
+    for layer in layers:  # transformers does it in training mode only, which also turns on dropout
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 Entropy = Literal["skip", "measure", "train"]
 """Of the policy at each trained token: leave it at 0, compute it without a gradient, or with one."""
 
 
-def logprobs(model: tuple[Any, Any], row: Row, *, entropy: Entropy = "skip") -> tuple[torch.Tensor, torch.Tensor]:
+def hidden_states(backbone: Any, row: Row) -> torch.Tensor:
+    """The last hidden states [k, hidden] from which each target is predicted."""
+    output = backbone(input_ids=row.tokens, position_ids=row.positions, use_cache=False, sequence_lengths=row.lengths)
+    hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.at)
+    return hidden
+
+
+def logprobs(model: Parts, row: Row, *, entropy: Entropy = "skip") -> tuple[torch.Tensor, torch.Tensor]:
     """(logprob of each target, entropy of each distribution), both float32 [k].
 
-    Logprobs are of softmax(logits / temperature), as the engine samples; entropy is of softmax(logits), in nats.
+    Logprobs are of softmax(logits / temperature), cut by top_k and top_p, as the engine samples; entropy is of
+    softmax(logits), in nats.
     """
     backbone, head = model
-    output = backbone(input_ids=row.tokens, position_ids=row.positions, use_cache=False, sequence_lengths=row.lengths)
-    hidden = output.last_hidden_state[0].index_select(0, row.at)
-    step = max(1, _LOGITS_AT_ONCE // head.weight.shape[0])
+    hidden = hidden_states(backbone, row)
+    # sorting a cut distribution takes several times the room of its logits
+    step = max(1, _LOGITS_AT_ONCE // head.weight.shape[0] // (1 if row.cut is None else 8))
+
+    def chunk(i: int) -> tuple[Any, ...]:
+        part = slice(i, i + step)
+        cut = None if row.cut is None else (row.cut[0][part], row.cut[1][part])
+        return head, hidden[part], row.targets[part], row.temperature[part], cut, entropy
+
     if len(row.at) <= step:
-        return _predict(head, hidden, row.targets, row.temperature, entropy)
-    parts = [
-        # the backward pass makes each chunk's logits again instead of keeping them all
-        checkpoint(
-            _predict,
-            head,
-            hidden[i : i + step],
-            row.targets[i : i + step],
-            row.temperature[i : i + step],
-            entropy,
-            use_reentrant=False,
-        )
-        for i in range(0, len(row.at), step)
-    ]
+        return _predict(*chunk(0))
+    # the backward pass makes each chunk's logits again instead of keeping them all
+    parts = [checkpoint(_predict, *chunk(i), use_reentrant=False) for i in range(0, len(row.at), step)]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
 def _predict(
-    head: Any, hidden: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, entropy: Entropy
+    head: Any,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: torch.Tensor,
+    cut: tuple[torch.Tensor, torch.Tensor] | None,
+    entropy: Entropy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = head(hidden).float()
-    lp = -F.cross_entropy(logits / temperature[:, None], targets, reduction="none")
+    tempered = logits / temperature[:, None]
+    if cut is not None:
+        tempered = tempered.masked_fill(~kept(tempered, targets, *cut), -torch.inf)
+    lp = -F.cross_entropy(tempered, targets, reduction="none")
     if entropy == "skip":
         return lp, torch.zeros_like(lp)
     whole = (logits if entropy == "train" else logits.detach()).log_softmax(-1)

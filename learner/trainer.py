@@ -12,21 +12,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from troupe.learner import advantages, checkpoint, losses
-from troupe.learner.batch import TrainingBatch, assemble
+from troupe.learner import advantages, checkpoint, composition, losses
+from troupe.learner.aggregate import aggregate
+from troupe.learner.agreement import agreement
+from troupe.learner.batch import TrainingBatch, assemble, credit
 from troupe.learner.config import LearnerConfig, ModelConfig
+from troupe.learner.correct import importance, over_sequences
+from troupe.learner.critic import Critic
 from troupe.learner.errors import BatchError, Diverged
+from troupe.learner.kl import divergence
 from troupe.learner.losses import Tokens
 from troupe.learner.model import Tensors, load, parameters_of, tensors_of
 from troupe.learner.optimiser import Optimiser
-from troupe.learner.packing import Entropy, Row, Trainable, logprobs, prepare, rows_of, trainable
+from troupe.learner.packing import Entropy, Parts, Row, Trainable, logprobs, prepare, rows_of, trainable
+from troupe.learner.preferences import dpo, pairs_of
+from troupe.learner.reference import Reference
+from troupe.learner.schedule import cold_start_rate, learning_rate
 from troupe.protocol.trajectory import Trajectory
 
 Progress = Callable[[int, int, float], None]
@@ -37,18 +46,20 @@ class Trainer:
     """Owns the policy's weights and their optimiser. `step`: finished training steps, which is the weights' version."""
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, *, seed: int) -> None:
-        """Loads the model. Raises ConfigError for a model, estimator or loss that cannot be used."""
+        """Loads the model. Raises ConfigError for a model that cannot be used, or parts that do not fit together."""
+        composition.check(config, model)
         self.config = config
         self.model_config = model
         self.seed = seed
         self.step = 0
         self._estimator = advantages.find(config.advantage)
         self._loss = losses.find(config.loss)
+        self._loss_traits = losses.traits(self._loss)
         torch.set_num_threads(config.threads)
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(automatic if config.device == "auto" else config.device)
         self.model = load(model, seed=seed).to(self._device)
-        self._parts = prepare(self.model)
+        self._parts = prepare(self.model, checkpointing=config.activation_checkpointing)
         self._limits: Any = getattr(self.model, "config")  # noqa: B009  (torch types attributes of modules as tensors)
         self._optimiser = Optimiser(
             parameters_of(self.model).values(),
@@ -56,6 +67,11 @@ class Trainer:
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )
+
+        self._reference = self._refer() if config.kl is not None else None
+        self._critic: Critic | None = None
+        if "values" in advantages.traits(self._estimator).needs:
+            self._critic = Critic(self._parts, config, model, seed=seed, device=self._device)
 
     # -- supervised --------------------------------------------------------------------------------------------------
 
@@ -101,7 +117,7 @@ class Trainer:
                 loss = -lp.sum() / count
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
-            self._optimiser.step(self._cold_start_lr(step, steps))
+            self._optimiser.step(cold_start_rate(self.config, step, steps))
             trained += count
             seen.append(total)
             if progress is not None:
@@ -114,52 +130,124 @@ class Trainer:
             "learn_s": time.perf_counter() - started,
         }
 
-    def _lr(self, step: int) -> float:
-        """Learning rate of the step after `step`: rises over `warmup_steps`, falls over `decay_steps`."""
-        config = self.config
-        rise = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-        fall = max(0.05, 1.0 - step / config.decay_steps) if config.decay_steps else 1.0
-        return config.lr * rise * fall
-
-    def _cold_start_lr(self, step: int, steps: int) -> float:
-        warmup = self.config.cold_start_warmup
-        rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
-        return self.config.cold_start_lr * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
-
     # -- reinforcement -----------------------------------------------------------------------------------------------
 
-    def train(self, trajectories: list[Trajectory]) -> dict[str, float]:
+    def train(self, trajectories: list[Trajectory], teacher: Mapping[str, Any] | None = None) -> dict[str, float]:
         """One training step: `passes` × `minibatches` optimiser steps on completed trajectories of whole groups.
 
-        The loss is Σ w·ℓ over all policy tokens of an optimiser step, divided by their number, w being the truncated
-        importance weight. Returns metrics; per-token means are over the policy tokens:
+        The loss is Σ w·ℓ over all policy tokens of an optimiser step, w being the importance weight (`correct`), made one
+        number by `aggregate`. teacher: for distillation, logprobs [policy tokens, in node order] by id of trajectory.
+        Returns metrics; per-token means are over the policy tokens of the groups that train:
         - of the rewards: reward_mean, reward_std, group_reward_std (mean over groups), equal_groups (share of groups
-          with nothing to compare), success, turns;
-        - of the policy before the step: entropy (nats), lp_gap_mean and lp_gap_max (|learner − engine| logprob),
-          staleness_mean (versions between sampling and now);
+          with nothing to compare), kept_groups (share that the filter kept), success, turns;
+        - of the policy before the step: entropy (nats), lp_gap_* (see `agreement`), staleness_mean (versions between
+          sampling and now), kl_reference;
         - of the step: loss, clip_fraction (and other figures of the loss), grad_norm (before clipping, mean over
-          optimiser steps), kl (old ‖ new, on a part of the batch), lr, policy_tokens, tokens, learn_s.
+          optimiser steps), kl (old ‖ new, on a part of the batch), value_loss and value_explained (share of the targets'
+          variance, before the step) with a critic, lr, policy_tokens, tokens, learn_s.
 
         Raises BatchError before anything changes, and Diverged at the first optimiser step that would not be finite.
         """
         started = time.perf_counter()
         config = self.config
-        batch = assemble(trajectories, self._estimator)
+        batch = assemble(trajectories, config)
         self._check_sequences(batch.sequences)
-        lr = self._lr(self.step)
+        lr = learning_rate(config, self.step)
         run = _Step(batch, self._device)
-
-        if config.minibatches > 1:  # later optimiser steps see changed weights, so the old logprobs are taken first
-            self._measure(batch.sequences, run)
+        told = self._look(batch, run, teacher)
         for index in range(config.passes):
             for part in self._deal(batch, index):
                 # with one optimiser step a pass, its own forward pass is made with the old weights
-                self._optimise(part, run, lr, fresh=index == 0 and config.minibatches == 1)
-        metrics = {**batch.metrics, **run.metrics(), "kl": self._kl(batch, run), "lr": lr}
-        metrics["staleness_mean"] = float((self.step - batch.version).mean())
+                self._optimise(part, run, lr, fresh=index == 0 and not self._looks_first)
+        age = self.step - batch.version
+        metrics = {**batch.metrics, **told, **run.metrics(), **agreement(run.old, run.rollout, age)}
+        metrics |= {"kl": self._kl(batch, run), "lr": lr, "staleness_mean": float(age.mean())}
         self.step += 1
         metrics["learn_s"] = time.perf_counter() - started
         return metrics
+
+    def prefer(self, trajectories: list[Trajectory]) -> dict[str, float]:
+        """One step of direct preference optimisation on (successful, failed) pairs of one task (see `preferences`).
+
+        Returns dpo_loss, dpo_accuracy (share of pairs told apart the right way), dpo_margin, pairs, grad_norm, lr,
+        learn_s. Raises BatchError if no task has both, and Diverged.
+        """
+        started = time.perf_counter()
+        batch = assemble(trajectories, self.config.model_copy(update={"filter": "all"}))
+        self._check_sequences(batch.sequences)
+        pairs = pairs_of(batch.trajectories)
+        if not pairs:
+            raise BatchError("no task has both a successful and a failed trajectory: there is nothing to prefer")
+        paired = {i for pair in pairs for i in pair}
+        sequences = [s for s, owner in zip(batch.sequences, batch.owner, strict=True) if owner in paired]
+        self._reference = self._reference or self._refer()
+        self._reference.follow(self.step)
+        run = _Step(batch, self._device)
+        with self._reference.parts() as parts:
+            self._measure(sequences, run.reference, parts=parts)
+        self._measure(sequences, run.old)
+
+        sums = torch.zeros(len(batch.trajectories), dtype=torch.float64, device=self._device)
+        lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
+        margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
+        weight = weight.float()[run.trajectory]
+        for row in self._rows(sequences):
+            now, _ = logprobs(self._parts, row)
+            (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
+        lr = learning_rate(self.config, self.step)
+        norm = self._optimiser.step(lr)
+        self.step += 1
+        return {
+            "dpo_loss": -F.logsigmoid(margin).mean().item(),
+            "dpo_accuracy": (margin > 0).double().mean().item(),
+            "dpo_margin": margin.mean().item(),
+            "pairs": float(len(pairs)),
+            "grad_norm": norm,
+            "lr": lr,
+            "learn_s": time.perf_counter() - started,
+        }
+
+    def _look(self, batch: TrainingBatch, run: _Step, teacher: Mapping[str, Any] | None) -> dict[str, float]:
+        """All that is computed with the weights before the step, and from it each token's credit; returns its metrics."""
+        config, told = self.config, {}
+        if self._looks_first:
+            self._measure(batch.sequences, run.old, run.entropy)
+        if config.correct_level == "sequence":
+            run.importance = importance(
+                over_sequences(run.old, run.trajectory), over_sequences(run.rollout, run.trajectory), config
+            )
+        penalty = values = None
+        if config.kl is not None and self._reference is not None:
+            self._reference.follow(self.step)
+            with self._reference.parts() as parts:
+                self._measure(batch.sequences, run.reference, parts=parts)
+            if config.kl.where == "reward":
+                kl = divergence(run.old, run.reference, config.kl.estimator)
+                penalty = (-config.kl.coef * kl).double().cpu().numpy()
+        if self._critic is not None:
+            with torch.no_grad():
+                for row in self._rows(batch.sequences):
+                    run.value[row.where] = self._critic.values(row)
+            values = run.value.double().cpu().numpy()
+        old = run.old.double().cpu().numpy() if self._looks_first else None
+        given = credit(batch, self._estimator, config, values=values, old=old, penalty=penalty, teacher=teacher)
+        run.credit(given.advantage)
+        if self._critic is not None and values is not None:
+            run.target = torch.from_numpy(given.target).to(self._device)
+            spread = float(given.target.var())
+            told["value_explained"] = 1 - float((given.target - values).var()) / spread if spread else 0.0
+        return told
+
+    @property
+    def _looks_first(self) -> bool:
+        """Whether the old logprobs must be known before the first gradient of a step."""
+        config = self.config
+        return (
+            config.minibatches > 1
+            or "old" in advantages.traits(self._estimator).needs
+            or (config.kl is not None and config.kl.where == "reward")
+            or (config.correct_level == "sequence" and config.correct != "none")
+        )
 
     def _deal(self, batch: TrainingBatch, index: int) -> Iterable[list[Trainable]]:
         """The sequences of each optimiser step of pass `index`; those of one trajectory stay together."""
@@ -175,34 +263,69 @@ class Trainer:
 
     def _optimise(self, sequences: list[Trainable], run: _Step, lr: float, *, fresh: bool) -> None:
         config = self.config
-        count = sum(len(s.at) for s in sequences)
+        weight, divisor = self._aggregated(sequences, run)
+        price = config.kl if config.kl is not None and config.kl.where == "loss" else None
         active = sequences
-        if config.entropy_coef == 0 and losses.idle_without_advantage(self._loss):
-            active = [s for s in sequences if run.active[s.first : s.first + len(s.at)].any()]
+        if config.entropy_coef == 0 and price is None and self._loss_traits.idle_without_advantage:
+            active = [s for s in sequences if run.active[s.where].any()]
             if fresh and len(active) < len(sequences):
                 kept = {s.first for s in active}
-                self._measure([s for s in sequences if s.first not in kept], run)
+                self._measure([s for s in sequences if s.first not in kept], run.old, run.entropy)
         entropy: Entropy = "train" if config.entropy_coef else ("measure" if fresh else "skip")
         for row in self._rows(active):
             lp, spread = logprobs(self._parts, row, entropy=entropy)
             if fresh:
                 run.old[row.where] = lp.detach()
                 run.entropy[row.where] = spread.detach()
-            old = run.old[row.where]
-            sequence = torch.bucketize(row.at, row.ends, right=True)
-            value, figures = self._loss(Tokens(lp, old, run.advantage[row.where], sequence), config)
-            if config.importance == "tis":
-                value = value * (old - run.rollout[row.where]).clamp(-20.0, 20.0).exp().clamp(max=config.tis_cap)
-            loss = (value.sum() - config.entropy_coef * spread.sum()) / count
+            old, rollout = run.old[row.where], run.rollout[row.where]
+            start = rollout if config.ratio == "rollout" else old
+            value, figures = self._loss(Tokens(lp, start, run.advantage[row.where], row.sequence), config)
+            if config.correct_level == "sequence":
+                value = value * run.importance[row.where]
+            elif config.correct != "none":
+                value = value * importance(old, rollout, config)
+            if price is not None:
+                kl = divergence(lp, run.reference[row.where], price.estimator)
+                value = value + price.coef * kl
+                figures = {**figures, "kl_reference": kl.detach()}
+            mine = weight[row.where]
+            loss = ((value * mine).sum() - config.entropy_coef * (spread * mine).sum()) / divisor
             loss.backward()  # type: ignore[no-untyped-call]
-            run.add(loss, count, figures)
+            run.add(loss, figures)
         # where no sequence has anything to teach there is no gradient, and AdamW leaves the weights as they are
+        count = sum(len(s.at) for s in sequences)
         run.finish(self._optimiser.step(lr), count)
+        if self._critic is not None:
+            run.value_losses.append(self._critic.learn(self._rows(sequences), run.value, run.target, count))
+
+    def _aggregated(self, sequences: list[Trainable], run: _Step) -> tuple[torch.Tensor, float]:
+        """Weights of all tokens in an optimiser step on `sequences`, and what their sum is divided by."""
+        kind = self._loss_traits.aggregate if self.config.aggregate == "auto" else self.config.aggregate
+        at = np.concatenate([np.arange(s.where.start, s.where.stop) for s in sequences])
+        mine, divisor = aggregate(kind, run.owner[at], self.config.aggregate_length)
+        weight = np.ones(len(run.owner), np.float32)
+        weight[at] = mine
+        return torch.from_numpy(weight).to(self._device), divisor
 
     @torch.no_grad()
-    def _measure(self, sequences: list[Trainable], run: _Step) -> None:
+    def _measure(
+        self,
+        sequences: Sequence[Trainable],
+        lp: torch.Tensor,
+        entropy: torch.Tensor | None = None,
+        *,
+        parts: Parts | None = None,
+    ) -> None:
+        """Writes logprobs (and entropies) into flat tensors; of the policy, unless other `parts` are given."""
         for row in self._rows(sequences):
-            run.old[row.where], run.entropy[row.where] = logprobs(self._parts, row, entropy="measure")
+            found, spread = logprobs(parts or self._parts, row, entropy="skip" if entropy is None else "measure")
+            lp[row.where] = found
+            if entropy is not None:
+                entropy[row.where] = spread
+
+    def _refer(self) -> Reference:
+        reset_every = self.config.kl.reset_every if self.config.kl is not None else 0
+        return Reference(self.model, self._parts, self.model_config, reset_every=reset_every, seed=self.seed)
 
     @torch.no_grad()
     def _kl(self, batch: TrainingBatch, run: _Step) -> float:
@@ -254,7 +377,11 @@ class Trainer:
             Path(folder),
             self.model,
             Path(self.model_config.path),
-            optimiser=self._optimiser.state_dict(),
+            optimiser={
+                **self._optimiser.state_dict(),
+                **({"critic": self._critic.state_dict()} if self._critic is not None else {}),
+                **({"reference": self._reference.state_dict()} if self._reference is not None else {}),
+            },
             step=self.step,
             seed=self.seed,
         )
@@ -263,24 +390,38 @@ class Trainer:
         """Takes over weights, optimiser and step. Raises CheckpointError, and this trainer is then of no more use."""
         state = checkpoint.read(Path(folder), self.model, seed=self.seed)
         self._optimiser.load_state_dict(state.optimiser)
+        if self._critic is not None and "critic" in state.optimiser:
+            self._critic.load_state_dict(state.optimiser["critic"])
+        if self._reference is not None and "reference" in state.optimiser:
+            self._reference.load_state_dict(state.optimiser["reference"])
         self.step = state.step
 
 
 class _Step:
-    """Per-token tensors and running sums of one training step."""
+    """Per-token tensors [k] and running sums of one training step."""
 
     def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
-        self.active = batch.advantage != 0
-        self.advantage = torch.from_numpy(batch.advantage).to(device)
+        self.owner = batch.trajectory
+        self.trajectory = torch.from_numpy(batch.trajectory).to(device)
         self.rollout = torch.from_numpy(batch.rollout).to(device)
         self.old = torch.zeros_like(self.rollout)
         self.entropy = torch.zeros_like(self.rollout)
+        self.reference = torch.zeros_like(self.rollout)
+        self.value = torch.zeros_like(self.rollout)
+        self.target = torch.zeros_like(self.rollout)
+        self.importance = torch.ones_like(self.rollout)
+        self.credit(np.zeros(len(batch.rollout), np.float32))
+        self.value_losses: list[float] = []
         self._loss: list[float] = [0.0]
         self._norms: list[float] = []
         self._tokens = 0
         self._figures: dict[str, float] = {"clip_fraction": 0.0}
 
-    def add(self, loss: torch.Tensor, count: int, figures: dict[str, torch.Tensor]) -> None:
+    def credit(self, advantage: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        self.active = advantage != 0
+        self.advantage = torch.from_numpy(advantage).to(self.rollout.device)
+
+    def add(self, loss: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
         value = loss.item()
         if not math.isfinite(value):
             raise Diverged(f"the loss is {value}: lower the learning rate, or look for a broken reward or logprob")
@@ -294,12 +435,12 @@ class _Step:
         self._tokens += count
 
     def metrics(self) -> dict[str, float]:
-        gap = (self.old - self.rollout).abs()
-        return {
+        told = {
             "entropy": self.entropy.mean().item(),
-            "lp_gap_mean": gap.mean().item(),
-            "lp_gap_max": gap.max().item(),
             "loss": sum(self._loss) / len(self._norms),
             "grad_norm": sum(self._norms) / len(self._norms),
             **{name: total / self._tokens for name, total in self._figures.items()},
         }
+        if self.value_losses:
+            told["value_loss"] = sum(self.value_losses) / len(self.value_losses)
+        return told

@@ -5,16 +5,11 @@ A = R − mean of the other returns = n/(n−1) · (R − μ). A singleton gets 
 
 from __future__ import annotations
 
-import numpy as np
-
-from troupe.learner.advantages import Array, Group, advantage
+from troupe.learner.advantages import Array, Group, advantage, compare
 
 
 @advantage("rloo")
 def rloo(group: Group) -> Array:
     """Advantages [n]."""
-    if not group.informative:
-        return np.zeros(len(group.returns))
     n = len(group.returns)
-    against: Array = n / (n - 1) * (group.returns - group.returns.mean())
-    return against
+    return n / max(1, n - 1) * compare(group.returns, "none")

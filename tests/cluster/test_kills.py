@@ -97,7 +97,7 @@ def storm(run: Path, process: subprocess.Popen[Any], dice: random.Random, most: 
     kills: Counter[str] = Counter()
     killed: set[int] = set()
     while process.poll() is None and kills.total() < most:
-        time.sleep(dice.uniform(0.2, 3.8))
+        time.sleep(dice.uniform(0.2, 3.2))
         rows = journal(run)
         if sum(row["event"] == "announced" for row in rows) > STEPS - 2:
             break  # what is killed now might not be missed any more

@@ -41,7 +41,7 @@ def test_every_policy_token_was_sampled_for_exactly_its_prompt_and_nothing_else_
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     folder = make_tiny(tmp_path_factory.mktemp("tiny"), ["a b"], hidden=16, layers=2, heads=2, mlp=24)
-    return Trainer(LearnerConfig(importance="none", device="cpu"), ModelConfig(path=str(folder)), seed=0)
+    return Trainer(LearnerConfig(correct="none", device="cpu"), ModelConfig(path=str(folder)), seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from troupe.learner.model import load
 from troupe.learner.trainer import Trainer
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import CheckpointError
-from troupe.protocol.trajectory import Trajectory
+from troupe.protocol.trajectory import Step, Trajectory
 
 Make = Callable[..., Trajectory]
 FULL, BF16, LORA = "full", "bf16", "lora"
@@ -33,15 +33,29 @@ def trainer(path: str, kind: str = FULL, *, seed: int = 0, **config: Any) -> Tra
     return Trainer(LearnerConfig(**{"lr": 3e-3, "device": "cpu", **config}), model, seed=seed)
 
 
-def logprobs_of(t: Trainer, trajectory: Trajectory, temperature: float) -> np.ndarray[Any, Any]:
-    """What an engine with the trainer's weights would report for the policy tokens of an unforked trajectory."""
+def logprobs_of(t: Trainer, trajectory: Trajectory, temperature: float, top_p: float = 1.0) -> np.ndarray[Any, Any]:
+    """What an engine with the trainer's weights would report for the policy tokens of an unforked trajectory.
+
+    With `top_p`, its tokens are first exchanged for ones that lie within it.
+    """
     model = load(t.model_config, seed=0)
     model.load_state_dict(t.model.state_dict())
     (sample,) = trajectory.samples()
-    with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(sample.tokens).long()[None]).logits[0].float() / temperature
-    at = np.flatnonzero(sample.mask)
-    return logits.log_softmax(-1)[at - 1, sample.tokens[at]].numpy()
+    found = []
+    for position in np.flatnonzero(sample.mask):
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(sample.tokens[:position]).long()[None]).logits[0, -1].float()
+        p = (logits / temperature).softmax(-1)
+        ordered = p.sort(descending=True)
+        inside = int((ordered.values.cumsum(-1) - ordered.values < top_p).sum())
+        if top_p < 1:
+            sample.tokens[position] = ordered.indices[position % inside]
+        found.append(math.log(p[sample.tokens[position]] / ordered.values[:inside].sum()))
+    at = 0
+    for node in trajectory.nodes:
+        node.tokens = sample.tokens[at : at + len(node.tokens)].copy()
+        at += len(node.tokens)
+    return np.array(found, np.float32)
 
 
 # -- cold start ------------------------------------------------------------------------------------------------------
@@ -94,7 +108,7 @@ def test_cold_start_refuses_what_it_cannot_learn_from(tiny: str) -> None:
 @pytest.mark.parametrize("config", [{}, {"passes": 2}, {"passes": 2, "minibatches": 2}])
 def test_training_makes_rewarded_tokens_likelier(tiny: str, make_trajectory: Make, kind: str, config: Any) -> None:
     good, bad = make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 0.0)
-    t = trainer(tiny, kind, importance="none", lr=1e-2, **config)
+    t = trainer(tiny, kind, correct="none", lr=1e-2, **config)
     before = [logprobs_of(t, x, 1.0).mean() for x in (good, bad)]
     for _ in range(5):
         metrics = t.train([good, bad])
@@ -105,15 +119,15 @@ def test_training_makes_rewarded_tokens_likelier(tiny: str, make_trajectory: Mak
     assert metrics["kl"] > 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_agree_with_an_engine_that_samples_at_that_temperature(
-    tiny: str, make_trajectory: Make, temperature: float
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.8)])
+def test_logprobs_agree_with_an_engine_that_samples_so(
+    tiny: str, make_trajectory: Make, temperature: float, top_p: float
 ) -> None:
     t = trainer(tiny)
     pair = [make_trajectory(i, 0, float(i)) for i in range(2)]
     for x in pair:
-        x.sampling = {"temperature": temperature}
-        lp = logprobs_of(t, x, temperature)
+        x.sampling = {"temperature": temperature, "top_p": top_p}
+        lp = logprobs_of(t, x, temperature, top_p)
         for node in x.nodes:
             node.logprobs, lp = lp[: len(node.logprobs)], lp[len(node.logprobs) :]
     metrics = t.train(pair)
@@ -154,7 +168,7 @@ def test_importance_weights_are_capped_and_applied_once(tiny: str, make_trajecto
     for x in pair:
         for node in x.nodes:
             node.logprobs = node.logprobs - 10
-    norms = [trainer(tiny, importance=i, tis_cap=2.0).train(pair)["grad_norm"] for i in ("none", "tis")]
+    norms = [trainer(tiny, correct=i, tis_cap=2.0).train(pair)["grad_norm"] for i in ("none", "tis")]
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5)
 
 
@@ -187,7 +201,9 @@ def test_broken_trajectories_are_refused_by_name_before_anything_changes(tiny: s
         (broken(nodes=short.nodes), "logprobs"),
         (broken(nodes=infinite.nodes), "not finite"),
         (broken(sampling={"temperature": 0.0}), "temperature"),
-        (broken(sampling={"top_p": 0.9}), "top_p"),
+        (broken(sampling={"top_p": 0.0}), "top_p"),
+        (broken(sampling={"top_k": -1}), "top_k"),
+        (broken(steps=[Step(reward=math.nan)]), "a reward of turn 0 is not finite"),
         ([x for x in broken(nodes=[]) if not x.nodes], "policy token"),
     ):
         with pytest.raises(BatchError, match=message):
@@ -214,33 +230,157 @@ def test_a_users_advantage_may_differ_by_token(make_trajectory: Make, batch: lis
         "def few(group):\n    return [0.0]\n"
     )
     from troupe.learner.advantages import find
-    from troupe.learner.batch import assemble
+    from troupe.learner.batch import assemble, credit
 
     forked = make_trajectory(99, 1, 0.5, turns=4)
     forked.nodes[5].parent, forked.nodes[7].parent = 2, 4  # branches 0-1-2-5-6 and 0-1-2-3-4-7-8, in this order
     assert [path[-1] for path in forked.branches()] == [6, 8]
     batch.append(forked)
-    made = assemble(batch, find(f"{file}:f"))
+    config = LearnerConfig()
+    made = assemble(batch, config)
     sampled = np.concatenate([s.tokens[s.at] for s in made.sequences])
-    np.testing.assert_array_equal(made.advantage, sampled.astype(np.float32))
+    np.testing.assert_array_equal(credit(made, find(f"{file}:f"), config).advantage, sampled.astype(np.float32))
     for name in ("short", "few"):
         with pytest.raises(BatchError, match="advantages"):
-            assemble(batch, find(f"{file}:{name}"))
+            credit(made, find(f"{file}:{name}"), config)
+
+
+def test_lengths_one_and_three_with_opposite_advantages(tiny: str, make_trajectory: Make) -> None:
+    """Under sequence means the two weigh the same, under the token mean the longer one three times as much."""
+    pair = [make_trajectory(i, 0, float(1 - i), turns=1) for i in range(2)]
+    for x, n in zip(pair, (1, 3), strict=True):
+        said = x.nodes[-1]
+        said.tokens, said.provenance = said.tokens[:1].repeat(n), said.provenance[:1].repeat(n)
+        said.logprobs, said.versions = said.logprobs[:1].repeat(n), said.versions[:1].repeat(n)
+    losses = {}
+    for kind in ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum", "constant"):
+        config = {"aggregate": kind, "aggregate_length": 10, "advantage": "dr_grpo", "correct": "none"}
+        losses[kind] = trainer(tiny, **config).train(pair)["loss"]  # −½ on one token, +½ on three, at ratio 1
+    expected = [(3 - 1) / 2 / 4, 0.0, (3 - 1) / 2 / 2, (3 - 1) / 2 / 20]
+    assert list(losses.values()) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [FULL, LORA])
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_a_divergence_holds_the_policy_near_its_reference(tiny: str, batch: list[Trajectory], kind: str, where: str) -> None:
+    """The same steps with and without a (strong) price: with it, the policy stays where it was."""
+    moved = []
+    for coef in (0.0, 50.0):
+        t = trainer(tiny, kind, kl={"coef": coef, "where": where, "estimator": "k1" if where == "reward" else "k3"})
+        for _ in range(6):
+            t.train(batch)
+        moved.append(reference_divergence(t, batch))
+    assert moved[1] < moved[0] / 2
+
+
+def reference_divergence(t: Trainer, batch: list[Trajectory]) -> float:
+    """k3 to the reference, as the trainer's own metric tells it."""
+    t.config = t.config.model_copy(update={"kl": t.config.kl.model_copy(update={"where": "loss", "estimator": "k3"})})
+    return t.train(batch)["kl_reference"]
+
+
+def test_with_lora_the_reference_is_the_base_model_and_nothing_is_copied(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, LORA, kl={"coef": 0.1})
+    first = t.train(batch)["kl_reference"]
+    assert first == pytest.approx(0, abs=1e-6)  # a fresh adapter does nothing
+    assert t.train(batch)["kl_reference"] > 1e-6
+    assert t._reference is not None and t._reference.state_dict() == {}
+
+
+def test_the_reference_can_be_reset(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, kl={"coef": 0.1, "reset_every": 2})
+    assert [t.train(batch)["kl_reference"] > 1e-6 for _ in range(4)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["head", "separate"])
+@pytest.mark.parametrize("advantage", ["gae", "bi_level_gae"])
+def test_a_critic_learns_what_returns_to_expect(tiny: str, batch: list[Trajectory], kind: str, advantage: str) -> None:
+    t = trainer(tiny, advantage=advantage, lr=1e-6, critic={"kind": kind, "lr": 1e-2})
+    told = [t.train(batch) for _ in range(40)]
+    assert told[-1]["value_loss"] < told[0]["value_loss"] * 0.7
+    assert told[-1]["value_explained"] > told[0]["value_explained"]
+
+
+def test_a_filter_leaves_whole_groups_out_of_training_and_metrics_see_them_all(tiny: str, batch: list[Trajectory]) -> None:
+    """With the all-equal group gone the other tokens weigh more; what is told of rewards does not change."""
+    everything, informative = (trainer(tiny, filter=f).train(batch) for f in ("all", "informative"))
+    assert informative["kept_groups"] == pytest.approx(2 / 3)
+    assert informative["policy_tokens"] == sum(t.policy_tokens for t in batch[:8])
+    for name in ("reward_mean", "equal_groups", "success", "turns"):
+        assert informative[name] == everything[name]
+    shares = informative["policy_tokens"] / everything["policy_tokens"]
+    assert informative["loss"] == pytest.approx(everything["loss"] / shares, rel=1e-4, abs=1e-7)
+
+
+def test_a_filter_that_leaves_nothing_changes_nothing(tiny: str, make_trajectory: Make) -> None:
+    t = trainer(tiny, filter="informative", advantage="reinforce")
+    before = checksum_of(t.tensors())
+    metrics = t.train([make_trajectory(i, 0, 1.0) for i in range(3)])
+    assert checksum_of(t.tensors()) == before and metrics["kept_groups"] == 0
+
+
+def test_preferences_make_success_likelier_than_failure(tiny: str, make_trajectory: Make) -> None:
+    good, bad = make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 0.0)
+    t = trainer(tiny, lr=1e-2)
+    first = t.prefer([good, bad])
+    assert first["dpo_loss"] == pytest.approx(math.log(2), rel=1e-5)  # the policy is its own reference
+    for _ in range(8):
+        last = t.prefer([good, bad])
+    assert last["dpo_accuracy"] == 1 and last["dpo_loss"] < 0.6 and t.step == 9
+    with pytest.raises(BatchError, match="nothing to prefer"):
+        t.prefer([good])
+
+
+def test_distillation_moves_the_policy_to_its_teacher(tiny: str, batch: list[Trajectory]) -> None:
+    t, teacher = trainer(tiny, advantage="distill", lr=1e-2), trainer(tiny)
+    batch = [x for x in batch if len(list(x.samples())) == 1]
+    with torch.no_grad():
+        for p in teacher.model.parameters():
+            p.mul_(3)
+    graded = {x.id: logprobs_of(teacher, x, 1.0) for x in batch}
+
+    def gap() -> float:
+        return float(np.mean([np.abs(logprobs_of(t, x, 1.0) - graded[x.id]).mean() for x in batch]))
+
+    before = gap()
+    for _ in range(15):
+        t.train(batch, teacher=graded)
+    assert gap() < before / 2
+    with pytest.raises(BatchError, match="teacher has no logprobs for trajectory 'e0000'"):
+        t.train(batch)
+    with pytest.raises(BatchError, match="policy token"):
+        t.train(batch, teacher={x.id: [0.0] for x in batch})
+
+
+@pytest.mark.parametrize("config", [{}, {"entropy_coef": 0.01}, {"advantage": "gae", "critic": {"kind": "separate"}}])
+def test_activation_checkpointing_changes_nothing(tiny: str, batch: list[Trajectory], config: Any) -> None:
+    sums = []
+    for on in (False, True):
+        t = trainer(tiny, activation_checkpointing=on, passes=2, **config)
+        for _ in range(2):
+            t.train(batch)
+        sums.append(checksum_of(t.tensors()))
+    assert sums[0] == sums[1]
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [FULL, BF16, LORA])
-def test_going_on_from_a_checkpoint_is_bit_identical(tiny: str, batch: list[Trajectory], scratch: Path, kind: str) -> None:
-    whole = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5)
+WITH_A_CRITIC = {"advantage": "gae", "critic": {"kind": "separate"}, "kl": {"coef": 0.1}}
+
+
+@pytest.mark.parametrize(("kind", "config"), [(FULL, {}), (BF16, {}), (LORA, {}), (FULL, WITH_A_CRITIC), (BF16, WITH_A_CRITIC)])
+def test_going_on_from_a_checkpoint_is_bit_identical(
+    tiny: str, batch: list[Trajectory], scratch: Path, kind: str, config: Any
+) -> None:
+    whole = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5, **config)
     whole.cold_start(*demonstrations(), steps=2, batch=4)
     for step in range(4):
         if step == 2:
             whole.save(scratch / "step-2")
         last = whole.train(batch)
 
-    again = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5)
+    again = trainer(tiny, kind, passes=2, minibatches=2, warmup_steps=5, **config)
     again.restore(scratch / "step-2")
     assert again.step == 2
     for _ in range(2):
@@ -315,9 +455,3 @@ def test_a_wrong_checkpoint_is_refused(tiny: str, batch: list[Trajectory], scrat
     weights.write_bytes(data)
     with pytest.raises(CheckpointError, match="damaged"):
         trainer(tiny).restore(scratch / "c")
-
-
-def test_the_learning_rate_rises_then_falls_as_configured(tiny):
-    t = trainer(tiny, warmup_steps=2, decay_steps=10, lr=1e-3)
-    rates = [t._lr(step) for step in (0, 1, 2, 5, 9, 50)]
-    assert rates == pytest.approx([0.5e-3, 0.9e-3, 0.8e-3, 0.5e-3, 0.1e-3, 0.05e-3])

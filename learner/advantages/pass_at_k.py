@@ -1,0 +1,36 @@
+"""Pass@k training (arXiv:2508.10751, analytical derivation): reward the group of k that solves the task at least once.
+
+With N responses, N⁻ of them failures: R̄ = 1 − C(N⁻, k)/C(N, k), σ = √(R̄(1 − R̄)); a success gets (1 − R̄)/σ, a failure
+(1 − R̄ − C(N⁻−1, k−1)/C(N−1, k−1))/σ. They sum to 0, and a task that any k responses solve (or none) teaches nothing.
+A success is what the world called one, or a return above 0. k = `pass_k`; with k = 1 it is GRPO with population σ.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from troupe.learner.advantages import Array, Group, advantage
+from troupe.learner.errors import BatchError
+
+
+@advantage("pass_at_k")
+def pass_at_k(group: Group) -> Array:
+    """Advantages [n]; 0 for a singleton. Raises BatchError if the group is smaller than k."""
+    n, k = len(group.returns), group.config.pass_k
+    if n < 2:
+        return np.zeros(n)
+    if n < k:
+        raise BatchError(f"pass_k = {k} of groups of {n}: make rollout.group_size at least {k}, or pass_k smaller")
+    solved = group.returns > 0
+    for i, trajectory in enumerate(group.trajectories):
+        if trajectory.success is not None:
+            solved[i] = trajectory.success
+    failed = int(n - solved.sum())
+    missed = math.comb(failed, k) / math.comb(n, k)  # 1 − R̄
+    if missed in (0.0, 1.0):
+        return np.zeros(n)
+    blame = math.comb(failed - 1, k - 1) / math.comb(n - 1, k - 1)
+    advantages: Array = np.where(solved, missed, missed - blame) / math.sqrt(missed * (1 - missed))
+    return advantages

@@ -1,0 +1,246 @@
+"""The small parts of a training step, each against numbers worked out by hand: aggregate, correct, kl, filters, schedule,
+overlong, truncated sampling, preferences, agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from troupe.learner import composition, filters
+from troupe.learner.aggregate import aggregate
+from troupe.learner.agreement import agreement
+from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig, OverlongSettings
+from troupe.learner.correct import importance, over_sequences
+from troupe.learner.kl import divergence
+from troupe.learner.preferences import dpo, pairs_of
+from troupe.learner.rewards import overlong, return_of, turn_rewards
+from troupe.learner.schedule import learning_rate
+from troupe.learner.truncation import kept
+from troupe.protocol.errors import ConfigError
+from troupe.protocol.trajectory import Trajectory
+
+Make = Callable[..., Trajectory]
+
+
+# -- aggregate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("token-mean", (1 - 3) / 4),
+        ("sequence-mean-token-mean", (1 - 1) / 2),
+        ("sequence-mean-token-sum", (1 - 3) / 2),
+        ("constant", (1 - 3) / (2 * 10)),
+    ],
+)
+def test_lengths_one_and_three_with_losses_plus_and_minus_one(kind: Any, expected: float) -> None:
+    loss = np.array([-1.0, 1.0, -1.0, -1.0])
+    weight, divisor = aggregate(kind, np.array([7, 2, 7, 7]), 10)
+    assert (loss * weight).sum() / divisor == pytest.approx(expected, abs=1e-7)
+
+
+# -- correct ---------------------------------------------------------------------------------------------------------
+
+W = torch.tensor([0.25, 0.5, 1.0, 1.9, 4.0, 8.0])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"correct": "none"}, [1, 1, 1, 1, 1, 1]),
+        ({"correct": "tis"}, [0.25, 0.5, 1, 1.9, 2, 2]),
+        ({"correct": "tis", "tis_cap": 5.0}, [0.25, 0.5, 1, 1.9, 4, 5]),
+        ({"correct": "icepop", "icepop_low": 0.3}, [0, 0.5, 1, 1.9, 4, 0]),
+        ({"correct": "decoupled"}, [0.25, 0.5, 1, 1.9, 4, 8]),
+        ({"correct": "decoupled", "decoupled_cap": 5.0}, [0.25, 0.5, 1, 1.9, 4, 0]),
+    ],
+)
+def test_importance_weights(config: dict[str, Any], expected: list[float]) -> None:
+    weights = importance(W.log(), torch.zeros(6), LearnerConfig(**config))
+    assert weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_on_the_level_of_sequences_the_weight_is_the_product() -> None:
+    owner = torch.tensor([0, 1, 0, 1, 1])
+    old = over_sequences(torch.tensor([2.0, 3.0, 0.4, 1.0, 0.5]).log(), owner)
+    weights = importance(old, torch.zeros(5), LearnerConfig(correct="tis", correct_level="sequence"))
+    assert weights.tolist() == pytest.approx([0.8, 1.5, 0.8, 1.5, 1.5], rel=1e-5)
+
+
+def test_a_hopeless_gap_stays_finite() -> None:
+    for correct in ("tis", "icepop", "decoupled"):
+        weights = importance(torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0]), LearnerConfig(correct=correct))
+        assert torch.isfinite(weights).all()
+
+
+# -- kl --------------------------------------------------------------------------------------------------------------
+
+
+def test_divergences() -> None:
+    lp, ref = torch.tensor([-1.0, -1.0], requires_grad=True), torch.tensor([-1.5, -0.5])
+    assert divergence(lp, ref, "k1").tolist() == [0.5, -0.5]
+    assert divergence(lp, ref, "k2").tolist() == [0.125, 0.125]
+    k3 = divergence(lp, ref, "k3")
+    assert k3.tolist() == pytest.approx([math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1])
+    k3.sum().backward()  # in the loss: 1 − e^(ref − lp), which is not the slope of k1
+    assert lp.grad is not None and lp.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5)])
+
+
+# -- filters ---------------------------------------------------------------------------------------------------------
+
+SPREAD = [np.array(g, np.float64) for g in ([0, 2], [1, 1], [0, 6], [0, 4], [3.0], [0, 8], [0.1] * 2, [0, 0])]
+"""Deviations √2·(1, 0, 3, 2, 0, 4, 0, 0)."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept"),
+    [
+        ("all", 0.25, range(8)),
+        ("informative", 0.25, (0, 2, 3, 5)),
+        ("top_std", 0.25, (2, 5)),
+        ("top_std", 0.01, (5,)),
+        ("top_k", 3, (2, 3, 5)),
+        ("top_p", 0.4, (5,)),  # 4 of 10
+        ("top_p", 0.7, (2, 5)),
+        ("top_p", 0.71, (2, 3, 5)),
+        ("min_p", 0.5, (2, 3, 5)),
+        ("softmax_top_p", 0.7, (5,)),  # e^(4√2) is .75 of the sum
+        ("softmax_top_p", 0.9, (2, 5)),
+    ],
+)
+def test_filters_keep_whole_groups(name: str, value: float, kept: Any) -> None:
+    assert [i for i, keeps in enumerate(filters.find(name)(SPREAD, value)) if keeps] == list(kept)
+
+
+def test_where_nothing_spreads_the_residue_of_equal_rewards_does_not_win() -> None:
+    equal = [np.full(3, 0.1), np.full(3, 0.7)]
+    assert filters.find("top_std")(equal, 0.5) == [True, False]
+    assert filters.find("top_p")(equal, 0.5) == filters.find("min_p")(equal, 0.5) == [False, False]
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def test_soft_overlong_punishes_what_was_generated(make_trajectory: Make) -> None:
+    t = make_trajectory(0, 0, 1.0)
+    n = t.policy_tokens
+    for limit, expected in ((n + 10, 0.0), (n + 4, 0.0), (n + 3, -0.25), (n, -1.0), (n - 5, -1.0)):
+        settings = OverlongSettings(limit=limit, buffer=4) if limit >= 4 else None
+        if settings:
+            assert overlong(t, settings) == expected
+    everything = sum(len(node.tokens) for node in t.nodes)
+    assert overlong(t, OverlongSettings(limit=everything + 2, buffer=4, factor=3.0, counts="all")) == -1.5
+    config = LearnerConfig(overlong=OverlongSettings(limit=n, buffer=4))
+    assert return_of(t, config) == 0.0
+    assert turn_rewards(t, config).tolist() == [0.0, 0.0]  # the outcome 1 and the punishment −1, both with the last turn
+
+
+# -- schedule --------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_then_falls_as_configured() -> None:
+    linear = LearnerConfig(warmup_steps=2, decay_steps=10, lr=1e-3)
+    assert [learning_rate(linear, s) for s in (0, 1, 2, 5, 9, 50)] == pytest.approx(
+        [0.5e-3, 0.9e-3, 0.8e-3, 0.5e-3, 0.1e-3, 0.05e-3]
+    )
+    cosine = LearnerConfig(decay_steps=10, lr=1e-3, schedule="cosine")
+    assert [learning_rate(cosine, s) for s in (0, 5, 10, 55)] == pytest.approx([1e-3, 0.525e-3, 0.05e-3, 0.05e-3])
+
+
+# -- truncated sampling ----------------------------------------------------------------------------------------------
+
+
+def test_top_k_and_top_p_keep_what_an_engine_keeps_and_what_was_sampled() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().repeat(6, 1)
+    targets = torch.tensor([1, 1, 1, 0, 1, 1])
+    top_k = torch.tensor([0, 2, 0, 2, 3, 0])
+    top_p = torch.tensor([1.0, 1.0, 0.65, 1.0, 0.5, 0.4], dtype=torch.float64)
+    expected = [[1, 1, 1, 1], [0, 1, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1], [0, 1, 0, 1], [0, 1, 0, 0]]
+    assert kept(logits, targets, top_k, top_p).int().tolist() == expected
+
+
+# -- agreement -------------------------------------------------------------------------------------------------------
+
+
+def test_the_gap_is_told_by_age() -> None:
+    told = agreement(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.5, 1.0, 0.0]), np.array([0, 0, 3]))
+    assert told.pop("lp_gap_p99") == pytest.approx(0.5 + 0.98 * 1.5, rel=1e-6)
+    assert told == {
+        "lp_gap_mean": pytest.approx(2.5 / 3),
+        "lp_gap_max": 2.0,
+        "lp_gap_mean_age_0": 0.25,
+        "lp_gap_max_age_0": 0.5,
+        "lp_gap_mean_age_3": 2.0,
+        "lp_gap_max_age_3": 2.0,
+    }
+
+
+# -- preferences -----------------------------------------------------------------------------------------------------
+
+
+def test_a_success_is_paired_with_a_failure_of_the_same_task(make_trajectory: Make) -> None:
+    made = [make_trajectory(i, i // 4, r) for i, r in enumerate([1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0])]
+    made[5].success = False  # the world's verdict counts, not the reward
+    assert sorted(pairs_of(made)) == [(0, 1), (3, 2), (4, 5), (7, 6)]
+    assert pairs_of(made[::-1]) == [(7 - won, 7 - lost) for won, lost in pairs_of(made)]
+    assert pairs_of([made[0], made[6]]) == []  # of different seeds
+
+
+def test_dpo_is_the_logistic_loss_of_the_margin_and_its_weights_are_its_gradient() -> None:
+    lp = torch.tensor([-3.0, -5.0, -2.0, -9.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-4.0, -4.5, -2.0, -9.5], dtype=torch.float64)
+    pairs = [(0, 1), (2, 3)]
+    margin, weight = dpo(lp.detach(), ref, pairs, beta=0.5)
+    assert margin.tolist() == [0.75, -0.25]
+    margins = torch.stack([lp[won] - ref[won] - lp[lost] + ref[lost] for won, lost in pairs])
+    loss = -torch.nn.functional.logsigmoid(0.5 * margins).mean()
+    loss.backward()
+    assert loss.item() == pytest.approx((math.log(1 + math.exp(-0.75)) + math.log(1 + math.exp(0.25))) / 2)
+    torch.testing.assert_close(weight, lp.grad)
+
+
+# -- what fits together ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ratio": "rollout", "correct": "tis"}, "would do it twice: set correct = 'none'"),
+        ({"ratio": "rollout"}, "would do it twice"),
+        ({"correct": "decoupled", "correct_level": "sequence"}, "set correct_level = 'token'"),
+        ({"aggregate": "constant"}, "set aggregate_length"),
+        ({"correct": "icepop", "icepop_low": 6.0}, "swap them"),
+        ({"overlong": {"limit": 4, "buffer": 5}}, "make it smaller"),
+        ({"correct": "tiss"}, "correct"),
+    ],
+)
+def test_contradicting_settings_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LearnerConfig(**config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"advantage": "grop"}, "unknown advantage"),
+        ({"loss": "ppo"}, "unknown loss"),
+        ({"filter": "informativ"}, "Did you mean 'informative'"),
+        ({"loss": "reinforce", "passes": 2}, "set both to 1"),
+        ({"loss": "reinforce", "minibatches": 2}, "set both to 1"),
+        ({"loss": "reinforce", "ratio": "rollout", "correct": "none"}, "set ratio = 'old'"),
+        ({"loss": "reinforce", "correct": "decoupled"}, "use tis"),
+        ({"loss": "gspo", "correct": "decoupled"}, "use tis or icepop"),
+        ({"kl": {"reset_every": 5}}, "the base model is the reference"),
+        ({"critic": {"path": "x"}}, "set kind = 'separate'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        composition.check(LearnerConfig(**config), ModelConfig(path="x", lora=LoraSettings()))
