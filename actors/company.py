@@ -218,6 +218,9 @@ class Company:
         config = self._config
         rollout = config.rollout
         spawn = self._context.spawn
+        incarnation = self._ledger.starts_of(name)
+        # Before it is born: a director that dies now must not let the next one give the same number again.
+        self._ledger.note("starting", actor=name)
         if name == "store":
             pid = await spawn(name, Store, folder=os.path.join(self._ledger.folder, "trajectories"))
         elif name == "learner":
@@ -239,7 +242,7 @@ class Company:
                 limits=self._limits,
                 steps=config.steps,
                 seed=config.seed,
-                incarnation=self._ledger.starts_of(name),
+                incarnation=incarnation,
             )
         elif name == "evaluator":
             pid = await spawn(

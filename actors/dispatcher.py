@@ -36,7 +36,7 @@ from troupe.actors.quarantine import Quarantine
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.store import Store
 from troupe.envs import registry
-from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import (
     Ack,
     Announce,
@@ -81,10 +81,9 @@ _EVENTS_KEPT = 200
 _REPLACEMENTS = 8
 """A step may use this many times its groups before the run is called broken; the filter may use as many again."""
 _ATTEMPTS = 1000
-"""Attempt numbers of one life of the dispatcher: an episode's attempts in all rounds must fit."""
+"""Attempt numbers of one life of the dispatcher: an episode's attempts (at most 100, see settings) in all rounds fit."""
 _ROUNDS = 8
 """How often the store may lose what it held of a group before the run is called broken."""
-_ROUND_ATTEMPTS = _ATTEMPTS // _ROUNDS - 2
 _GRACE_S = 10.0
 """Seconds that a cancelled attempt has to end; it is asked `_CANCELS` times, then no longer waited for."""
 _CANCELS = 3
@@ -158,8 +157,6 @@ class Dispatcher:
         seed: int,
         incarnation: int,
     ) -> None:
-        if settings.attempts > _ROUND_ATTEMPTS:
-            raise ConfigError(f"rollout.attempts is {settings.attempts}: at most {_ROUND_ATTEMPTS}")
         self._context = context
         self._world = registry.find(world)
         self._settings, self._limits, self._last_step, self._seed = settings, limits, steps, seed

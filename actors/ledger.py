@@ -60,8 +60,8 @@ class Ledger:
         return list(self._events)[max(0, index - first) :]
 
     def starts_of(self, actor: str) -> int:
-        """How many times this run has started `actor`."""
-        return sum(row.get("event") == "started" and row.get("actor") == actor for row in self._rows("journal.jsonl"))
+        """How many times this run has begun to start `actor`: a start that was cut off counts too."""
+        return sum(row.get("event") == "starting" and row.get("actor") == actor for row in self._rows("journal.jsonl"))
 
     def wanted(self) -> dict[str, int]:
         """Numbers of children that were last asked for while the run was live."""

@@ -77,10 +77,8 @@ class Router:
         """Lets the replica forget the session's cache; a replica that is gone has forgotten it already."""
         name = self._home.pop(session, None)
         if name in self._names:
-            try:
+            with contextlib.suppress(TroupeError):  # gone, or a new one that never knew it
                 await within(10.0, f"{name}.end_session", self._context.ref(name, Generator).end_session(EndSession(session)))
-            except (ActorLost, TimedOut):
-                return
 
     def _abort_soon(self, name: str, request: str) -> None:
         """Beside the caller, who is leaving."""

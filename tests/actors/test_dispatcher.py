@@ -24,7 +24,7 @@ from troupe.actors.simulated import Chaos, Simulation
 from troupe.actors.store import Store, committed
 from troupe.envs.base import TextWorld
 from troupe.protocol import arrow
-from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import (
     Ack,
     Announce,
@@ -620,16 +620,6 @@ def test_a_world_that_always_breaks_stops_the_run_and_says_why(company):
     with pytest.raises(TroupeError, match=r"step 1: 16 groups were tried and too few survived.*no disk left"):
         run.play()
     assert not run.batches
-
-
-def test_more_attempts_than_there_are_numbers_are_refused(company):
-    async def work(run: Company, context: Any) -> None:
-        with pytest.raises(ConfigError, match="at most 123"):
-            await context.spawn(
-                "other", Dispatcher, world="echo", settings=run.rollout, limits=run.limits, steps=1, seed=0, incarnation=0
-            )
-
-    company(steps=0).play(lambda run, context: work(company(settings={"attempts": 124}), context))
 
 
 # -- quarantine ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -89,6 +90,7 @@ def test_play_is_left_politely_by_one_ctrl_c(coin):
         seen = b""
         while b"> " not in seen:
             seen += os.read(keyboard, 1024)
+        time.sleep(1.0)  # the prompt is there a moment before the keyboard is read
         game.send_signal(signal.SIGINT)
         assert game.wait(60) == 0
         assert b"You left the game." in os.read(keyboard, 1024)

@@ -1,0 +1,12 @@
+"""Health of a training run: what each batch shows (`signals`), what the history warns of (`alarms`, `fresh`), and which
+settings that suggests (`REMEDIES`). Pure functions of plain data, without torch; see docs/health.md.
+"""
+
+from __future__ import annotations
+
+from troupe.learner.health.detectors import DETECTORS, Alarm, alarms, fresh
+from troupe.learner.health.remedies import REMEDIES, Kind, Remedy
+from troupe.learner.health.settings import HealthConfig
+from troupe.learner.health.signals import signals
+
+__all__ = ["DETECTORS", "REMEDIES", "Alarm", "HealthConfig", "Kind", "Remedy", "alarms", "fresh", "signals"]

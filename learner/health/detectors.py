@@ -1,0 +1,298 @@
+"""What the history of a run warns of: the Echo Trap's three symptoms (RAGEN, arXiv:2504.20073), hacking and echo.
+
+A history is a run's metric rows, as in metrics.jsonl. Promises:
+- pure and deterministic: the same rows give the same alarms, so a resumed run needs no memory of its own;
+- nothing raises: a missing, non-finite or non-numeric value is as if the row did not have it; a step that is there
+  again, after a resume, counts once, and the rows that it replaces not at all;
+- constant metrics never raise an alarm, nor do fewer than `min_rows` rows;
+- a call looks at the newest `memory` steps only, whatever the length of the run: about a millisecond.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from troupe.learner.health.remedies import Kind, advice
+from troupe.learner.health.settings import HealthConfig
+from troupe.learner.rewards import Array
+
+Row: TypeAlias = Mapping[str, Any]
+Detector: TypeAlias = Callable[[Sequence[Row], HealthConfig], "Alarm | None"]
+
+_ABSURD = 1e100
+"""Values beyond it are treated as not finite: their squares are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A warning. since_step: the last step at which all was well. seen: what, in numbers. advice: what to do."""
+
+    kind: Kind
+    since_step: int
+    seen: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.seen}. See docs/health.md; {self.advice}."
+
+
+def alarms(rows: Sequence[Row], config: HealthConfig | None = None) -> list[Alarm]:
+    """All alarms that hold at the newest of `rows`."""
+    config = config or HealthConfig()
+    rows = _tidy(rows, config)
+    return [alarm for detect in DETECTORS if (alarm := detect(rows, config)) is not None]
+
+
+def fresh(rows: Sequence[Row], config: HealthConfig | None = None) -> list[Alarm]:
+    """The alarms at the newest row whose kind has been quiet over the `window` rows before: those to tell somebody."""
+    config = config or HealthConfig()
+    now = alarms(rows, config)
+    before = {alarm.kind for back in range(1, config.window + 1) for alarm in (alarms(rows[:-back], config) if now else [])}
+    return [alarm for alarm in now if alarm.kind not in before]
+
+
+# -- the detectors ---------------------------------------------------------------------------------------------------
+
+
+def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """The deviation of rewards within groups fell to `variance_ratio` of what it was, success aside.
+
+    A deviation falls by itself when rewards come near their best: with a mean m between the lowest and highest reward ever
+    seen it can be at most √((high − m)(m − low)) (Bhatia and Davis, 2000; √(p(1 − p)) for a success rate p). So what is
+    compared is the share of that which the groups show. Rewards within `margin` of the best or worst raise no alarm.
+    """
+    rows = _tidy(rows, config)
+    steps, sigma, room = _together(rows, "group_reward_std", _room(rows))
+    shift = _fall(steps, sigma / np.where(room > 0, room, 1.0) * (room > 0), config)
+    if shift is None or _mastered(rows, config):
+        return None
+    if shift.before < config.variance_floor or shift.now > config.variance_ratio * shift.before:
+        return None
+    then, now = _around(steps, sigma, shift, config)
+    success = _told_success(rows, shift, config)
+    return _alarm("reward_variance_cliff", shift, f"reward σ fell from {_n(then)} to {_n(now)} {shift.when}{success}")
+
+
+def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """Entropy fell to `entropy_ratio` of what it was, and the policy is not simply done (rewards within `margin`)."""
+    rows = _tidy(rows, config)
+    shift = _fall(*_column(rows, "entropy"), config)
+    if shift is None or _mastered(rows, config):
+        return None
+    if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
+        return None
+    success = _told_success(rows, shift, config)
+    return _alarm(
+        "entropy_collapse", shift, f"entropy fell from {_n(shift.before)} to {_n(shift.now)} nats {shift.when}{success}"
+    )
+
+
+def gradient_spike(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """One of the newest `window` gradient norms lies far above those before it, on a logarithmic scale.
+
+    Norms of 0 (nothing trained) do not count. A norm that is not finite never gets here: the trainer refuses it.
+    """
+    steps, norms = _column(_tidy(rows, config), "grad_norm")
+    steps, norms = steps[norms > 0], norms[norms > 0]
+    if len(norms) < config.min_rows:
+        return None
+    logs, new = np.log(norms[: -config.window]), np.log(norms[-config.window :])
+    median = float(np.median(logs))
+    deviation = 1.4826 * float(np.median(np.abs(logs - median)))
+    above = new - median
+    beyond = np.flatnonzero((above > config.gradient_z * deviation) & (above > math.log(config.gradient_factor)))
+    if not len(beyond):
+        return None
+    worst = float(np.exp(new.max()))
+    first = int(steps[len(logs) + int(beyond[0])])
+    seen = f"the gradient norm jumped to {_n(worst)} at step {first}, {_n(math.exp(new.max() - median))} times its usual {_n(math.exp(median))}"
+    last_good = int(steps[len(logs) + int(beyond[0]) - 1])
+    return Alarm("gradient_spike", last_good, seen, advice("gradient_spike"))
+
+
+def reward_hacking(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """A part of the reward rises while the outcome falls, both clearly, over `hacking_rows` rows.
+
+    The outcome is the part "outcome" if the world names one, else success. Of several parts the clearest is told.
+    """
+    rows = _tidy(rows, config)
+    prefix = "reward_part_"
+    names = sorted({name for row in rows for name in row if isinstance(name, str) and name.startswith(prefix)})
+    goal = f"{prefix}outcome" if f"{prefix}outcome" in names else "success"
+    found: list[tuple[float, Alarm]] = []
+    for name in names:
+        steps, part, outcome = _together(rows, name, _column(rows, goal))
+        if name == goal or len(part) < config.hacking_rows:
+            continue
+        steps, part, outcome = (x[-config.hacking_rows :] for x in (steps, part, outcome))
+        up, down = _trend(part), _trend(outcome)
+        if up < config.hacking_z or down > -config.hacking_z:
+            continue
+        third = len(part) // 3
+        (p, q), (a, b) = ((float(x[:third].mean()), float(x[-third:].mean())) for x in (part, outcome))
+        if q - p >= config.hacking_share * np.abs(part).max() and a - b >= config.hacking_share * np.abs(outcome).max():
+            goal_name = goal.removeprefix(prefix)
+            seen = (
+                f"the reward part '{name.removeprefix(prefix)}' rose from {_n(p)} to {_n(q)} {_when(steps[0], steps[-1])} "
+                f"while {goal_name} fell from {_n(a)} to {_n(b)}"
+            )
+            what = f"weigh it less (learner.reward_parts) or gate it behind the outcome, {advice('reward_hacking')}"
+            found.append((min(up, -down), Alarm("reward_hacking", int(steps[0]), seen, what)))
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """Responses to different tasks grew alike, and success did not rise with it."""
+    rows = _tidy(rows, config)
+    steps, similarity = _column(rows, "self_similarity")
+    shift = _fall(steps, 1 - similarity, config)  # the distance falls
+    if shift is None or _mastered(rows, config):
+        return None
+    if shift.before - shift.now < config.echo_rise or shift.now > config.echo_ratio * shift.before:
+        return None
+    then, now = _around(*_column(rows, "success"), shift, config)
+    if now - then >= config.echo_gain:
+        return None
+    seen = f"self-similarity of the responses rose from {_n(1 - shift.before)} to {_n(1 - shift.now)} {shift.when}"
+    return _alarm("echo", shift, seen + _told_success(rows, shift, config))
+
+
+DETECTORS: tuple[Detector, ...] = (reward_variance_cliff, entropy_collapse, gradient_spike, reward_hacking, echo)
+
+
+# -- how they look at rows -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Shift:
+    """A level that moved from `before` to `now`; since: the last step at which it was still three quarters up."""
+
+    before: float
+    now: float
+    since: int
+    last: int
+
+    @property
+    def when(self) -> str:
+        return _when(self.since, self.last)
+
+
+def _fall(steps: Array, values: Array, config: HealthConfig) -> _Shift | None:
+    """From the level before (the 0.8 quantile of means over `window`, which one lucky mean does not set) to the newest."""
+    w = config.window
+    if len(values) < config.min_rows:
+        return None
+    means = np.convolve(values, np.full(w, 1 / w), "valid")
+    before, now = float(np.quantile(means[:-w], 0.8)), float(means[-1])
+    if not now < before:
+        return None
+    held = int(np.flatnonzero(means >= now + 0.75 * (before - now))[-1])
+    return _Shift(before, now, int(steps[held + w - 1]), int(steps[-1]))
+
+
+def _around(steps: Array, values: Array, shift: _Shift, config: HealthConfig) -> tuple[float, float]:
+    """Means of `values` over the window that ends at the beginning of `shift`, and over the newest; NaN without any."""
+    then, now = values[steps <= shift.since][-config.window :], values[steps > shift.since][-config.window :]
+    return (float(then.mean()) if len(then) else math.nan, float(now.mean()) if len(now) else math.nan)
+
+
+def _room(rows: Sequence[Row]) -> tuple[Array, Array]:
+    """Steps, and the most that rewards can deviate given their mean; 1 where nothing is known about them."""
+    low, high = _extremes(rows)
+    steps, mean = _column(rows, "reward_mean" if high > low else "success")
+    if high > low:
+        return steps, np.sqrt(np.maximum((high - mean) * (mean - low), 0.0))
+    if len(steps):
+        return steps, np.sqrt(np.maximum((1 - mean) * mean, 0.0))
+    steps, sigma = _column(rows, "group_reward_std")
+    return steps, np.ones(len(sigma))
+
+
+def _mastered(rows: Sequence[Row], config: HealthConfig) -> bool:
+    """Whether the newest rewards are within `margin` of the best or the worst."""
+    low, high = _extremes(rows)
+    name, low, high = ("reward_mean", low, high) if high > low else ("success", 0.0, 1.0)
+    _, mean = _column(rows, name)
+    if not len(mean):
+        return False
+    place = (float(mean[-config.window :].mean()) - low) / (high - low)
+    return not config.margin < place < 1 - config.margin
+
+
+def _extremes(rows: Sequence[Row]) -> tuple[float, float]:
+    low, high = _column(rows, "reward_min")[1], _column(rows, "reward_max")[1]
+    return (float(low.min()), float(high.max())) if len(low) and len(high) else (0.0, 0.0)
+
+
+def _trend(values: Array) -> float:
+    """Mann-Kendall: how far the rises among all pairs outnumber the falls, in deviations of chance."""
+    n = len(values)
+    rises = float(np.triu(np.sign(values[None, :] - values[:, None])).sum())
+    return rises / math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+
+
+def _tidy(rows: Sequence[Row], config: HealthConfig) -> Sequence[Row]:
+    """The newest `memory` rows in the order of their steps; of a step that was taken again, the later."""
+    kept: list[Row] = []
+    for row in rows[-2 * config.memory :]:
+        if (step := _number(row.get("step"))) is None:
+            continue
+        while kept and float(kept[-1]["step"]) >= step:
+            kept.pop()
+        kept.append(row)
+    return kept[-config.memory :]
+
+
+def _column(rows: Sequence[Row], name: str) -> tuple[Array, Array]:
+    """Steps and values of the rows that have a usable number called `name`."""
+    found = [(float(row["step"]), value) for row in rows if (value := _number(row.get(name))) is not None]
+    steps, values = zip(*found, strict=True) if found else ((), ())
+    return np.array(steps, np.float64), np.array(values, np.float64)
+
+
+def _together(rows: Sequence[Row], name: str, other: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+    """Steps, column `name` and the `other` column at the steps where both have a value."""
+    steps, values = _column(rows, name)
+    both, mine, theirs = np.intersect1d(steps, other[0], assume_unique=True, return_indices=True)
+    return both, values[mine], other[1][theirs]
+
+
+def _number(value: Any) -> float | None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) < _ABSURD else None
+
+
+def _alarm(kind: Kind, shift: _Shift, seen: str) -> Alarm:
+    return Alarm(kind, shift.since, seen, advice(kind))
+
+
+def _told_success(rows: Sequence[Row], shift: _Shift, config: HealthConfig) -> str:
+    """How success fares meanwhile, for the end of a sentence."""
+    then, now = _around(*_column(rows, "success"), shift, config)
+    if math.isnan(then) or math.isnan(now):
+        return ""
+    if then - now > 0.25 * abs(then):
+        return f" and success with it, from {_n(then)} to {_n(now)}"
+    return f" while success is {'still ' if now <= then else ''}{_n(now)}"
+
+
+def _when(first: float, last: float) -> str:
+    return f"in {int(last - first)} steps"
+
+
+def _n(value: float) -> str:
+    """A number for people: .42, 1.3, 170, 2e-05."""
+    if abs(value) >= 0.995 or value == 0:
+        return f"{value:.2g}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{value:.2f}".replace("0.", ".", 1) if abs(value) >= 0.01 else f"{value:.1g}"
