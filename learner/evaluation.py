@@ -131,7 +131,7 @@ def estimate(values: Array, weights: Array | None = None, *, seed: int) -> Estim
     if not known.any():
         return Estimate(None, None, None, 0)
     values = values[known]
-    weights = np.ones(len(values)) if weights is None else weights[known].astype(np.float64)
+    weights = np.ones(len(values)) if weights is None else weights[known]
     low, high = bootstrap(values, weights, seed=seed)
     return Estimate(float((values * weights).sum() / weights.sum()), low, high, len(values))
 
@@ -142,7 +142,7 @@ def evaluate(outcomes: Iterable[tuple[str, bool | None]], ks: Sequence[int] = ()
     n, c = by_task.trials, by_task.successes
     rates = pass_hat_k(n, c, 1)  # c/n
     return Scores(
-        success=estimate(rates, n, seed=seed),
+        success=estimate(rates, n.astype(np.float64), seed=seed),
         wilson=wilson(int(c.sum()), int(n.sum())),
         avg=estimate(rates, seed=seed),
         pass_at={k: estimate(pass_at_k(n, c, k), seed=seed) for k in ks},

@@ -25,13 +25,18 @@ from troupe.learner.rewards import Array
 Row: TypeAlias = Mapping[str, Any]
 Detector: TypeAlias = Callable[[Sequence[Row], HealthConfig], "Alarm | None"]
 
+_EARLY = " — the Echo Trap's early sign"
 _ABSURD = 1e100
 """Values beyond it are treated as not finite: their squares are not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A warning. since_step: the last step at which all was well. seen: what, in numbers. advice: what to do."""
+    """A warning.
+
+    since_step: the last step at which all was well (of hacking: the first of the steps looked at). seen: what, in numbers.
+    advice: what to do; the settings as data are in `REMEDIES[kind]`.
+    """
 
     kind: Kind
     since_step: int
@@ -61,29 +66,34 @@ def fresh(rows: Sequence[Row], config: HealthConfig | None = None) -> list[Alarm
 
 
 def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
-    """The deviation of rewards within groups fell to `variance_ratio` of what it was, success aside.
+    """The deviation of rewards within groups fell to `variance_ratio` of what it was, and success does not explain it.
 
     A deviation falls by itself when rewards come near their best: with a mean m between the lowest and highest reward ever
     seen it can be at most √((high − m)(m − low)) (Bhatia and Davis, 2000; √(p(1 − p)) for a success rate p). So what is
     compared is the share of that which the groups show. Rewards within `margin` of the best or worst raise no alarm.
+    A deviation that falls before success does is the Echo Trap's earliest sign (section 3 of the paper).
     """
     rows = _tidy(rows, config)
     steps, sigma, room = _together(rows, "group_reward_std", _room(rows))
-    shift = _fall(steps, sigma / np.where(room > 0, room, 1.0) * (room > 0), config)
-    if shift is None or _mastered(rows, config):
+    shares = np.divide(sigma, room, out=np.zeros_like(sigma), where=room > 0)
+    shift = _fall(steps, shares, config)
+    if shift is None or not config.margin < _place(rows, config) < 1 - config.margin:
         return None
     if shift.before < config.variance_floor or shift.now > config.variance_ratio * shift.before:
         return None
+    if shares[-config.window :].max() > config.variance_peak * shift.before:
+        return None
     then, now = _around(steps, sigma, shift, config)
+    seen = f"reward σ fell from {_n(then)} to {_n(now)} {shift.when}"
     success = _told_success(rows, shift, config)
-    return _alarm("reward_variance_cliff", shift, f"reward σ fell from {_n(then)} to {_n(now)} {shift.when}{success}")
+    return _alarm("reward_variance_cliff", shift, seen + success + _EARLY * success.startswith(" while"))
 
 
 def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
-    """Entropy fell to `entropy_ratio` of what it was, and the policy is not simply done (rewards within `margin`)."""
+    """Entropy fell to `entropy_ratio` of what it was, and rewards are not within `margin` of the best."""
     rows = _tidy(rows, config)
     shift = _fall(*_column(rows, "entropy"), config)
-    if shift is None or _mastered(rows, config):
+    if shift is None or _place(rows, config) >= 1 - config.margin:
         return None
     if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
         return None
@@ -109,11 +119,12 @@ def gradient_spike(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     beyond = np.flatnonzero((above > config.gradient_z * deviation) & (above > math.log(config.gradient_factor)))
     if not len(beyond):
         return None
-    worst = float(np.exp(new.max()))
-    first = int(steps[len(logs) + int(beyond[0])])
-    seen = f"the gradient norm jumped to {_n(worst)} at step {first}, {_n(math.exp(new.max() - median))} times its usual {_n(math.exp(median))}"
-    last_good = int(steps[len(logs) + int(beyond[0]) - 1])
-    return Alarm("gradient_spike", last_good, seen, advice("gradient_spike"))
+    first = len(logs) + int(beyond[0])
+    seen = (
+        f"the gradient norm jumped to {_n(math.exp(new.max()))} at step {int(steps[first])}, "
+        f"{_n(math.exp(new.max() - median))} times its usual {_n(math.exp(median))}"
+    )
+    return Alarm("gradient_spike", int(steps[first - 1]), seen, advice("gradient_spike"))
 
 
 def reward_hacking(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
@@ -142,7 +153,7 @@ def reward_hacking(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
                 f"the reward part '{name.removeprefix(prefix)}' rose from {_n(p)} to {_n(q)} {_when(steps[0], steps[-1])} "
                 f"while {goal_name} fell from {_n(a)} to {_n(b)}"
             )
-            what = f"weigh it less (learner.reward_parts) or gate it behind the outcome, {advice('reward_hacking')}"
+            what = f"weigh it less (learner.reward_parts), gate it behind the outcome, {advice('reward_hacking')}"
             found.append((min(up, -down), Alarm("reward_hacking", int(steps[0]), seen, what)))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -152,7 +163,7 @@ def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     rows = _tidy(rows, config)
     steps, similarity = _column(rows, "self_similarity")
     shift = _fall(steps, 1 - similarity, config)  # the distance falls
-    if shift is None or _mastered(rows, config):
+    if shift is None or _place(rows, config) >= 1 - config.margin:
         return None
     if shift.before - shift.now < config.echo_rise or shift.now > config.echo_ratio * shift.before:
         return None
@@ -171,7 +182,7 @@ DETECTORS: tuple[Detector, ...] = (reward_variance_cliff, entropy_collapse, grad
 
 @dataclass(frozen=True, slots=True)
 class _Shift:
-    """A level that moved from `before` to `now`; since: the last step at which it was still three quarters up."""
+    """A level that moved from `before` to `now`; since: the last step at which it was still nine tenths up."""
 
     before: float
     now: float
@@ -192,7 +203,7 @@ def _fall(steps: Array, values: Array, config: HealthConfig) -> _Shift | None:
     before, now = float(np.quantile(means[:-w], 0.8)), float(means[-1])
     if not now < before:
         return None
-    held = int(np.flatnonzero(means >= now + 0.75 * (before - now))[-1])
+    held = int(np.flatnonzero(means >= now + 0.9 * (before - now))[-1])
     return _Shift(before, now, int(steps[held + w - 1]), int(steps[-1]))
 
 
@@ -214,15 +225,12 @@ def _room(rows: Sequence[Row]) -> tuple[Array, Array]:
     return steps, np.ones(len(sigma))
 
 
-def _mastered(rows: Sequence[Row], config: HealthConfig) -> bool:
-    """Whether the newest rewards are within `margin` of the best or the worst."""
+def _place(rows: Sequence[Row], config: HealthConfig) -> float:
+    """Where the newest rewards lie between the worst, 0, and the best, 1; one half if nobody knows."""
     low, high = _extremes(rows)
     name, low, high = ("reward_mean", low, high) if high > low else ("success", 0.0, 1.0)
     _, mean = _column(rows, name)
-    if not len(mean):
-        return False
-    place = (float(mean[-config.window :].mean()) - low) / (high - low)
-    return not config.margin < place < 1 - config.margin
+    return (float(mean[-config.window :].mean()) - low) / (high - low) if len(mean) else 0.5
 
 
 def _extremes(rows: Sequence[Row]) -> tuple[float, float]:

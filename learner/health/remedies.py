@@ -73,6 +73,5 @@ REMEDIES: dict[Kind, tuple[Remedy, ...]] = {
 
 
 def advice(kind: Kind) -> str:
-    """The remedies of `kind` in one sentence."""
-    *first, last = (remedy.say for remedy in REMEDIES[kind])
-    return f"{', '.join(first)}, or {last}"
+    """The two mildest remedies of `kind`, in words."""
+    return " or ".join(remedy.say for remedy in REMEDIES[kind][:2])

@@ -14,12 +14,13 @@ class HealthConfig(BaseModel):
     min_rows: int = Field(15, ge=4, description="rows that a detector needs before it says anything")
     window: int = Field(5, ge=1, description="newest rows that are compared, as one mean, with those before")
     margin: float = Field(
-        0.05, ge=0, lt=0.5, description="within this share of the best or worst reward there is nothing left to vary: no alarm"
+        0.1, ge=0, lt=0.5, description="within this share of the best or worst reward nothing is left to vary: no alarm"
     )
 
     variance_ratio: float = Field(
         0.25, gt=0, lt=1, description="reward-variance cliff: the deviation within groups fell to this share of what it was"
     )
+    variance_peak: float = Field(0.5, gt=0, description="and none of the newest rows is above this share of it")
     variance_floor: float = Field(
         0.1, gt=0, lt=1, description="a deviation that never was this share of its most possible has no cliff to fall from"
     )

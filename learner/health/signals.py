@@ -1,7 +1,8 @@
 """What a batch of trajectories shows about the health of the run, as metrics.
 
 Promises:
-- nothing raises, and every value is finite: what a batch does not show (no tool calls, no parts) has no key;
+- nothing raises for trajectories whose nodes pass `check`, and every value is finite;
+- what a batch does not show (no tool calls, no parts) has no key;
 - the order of the trajectories changes nothing;
 - text and tokenizer are not needed: repetition is measured on sampled token ids.
 """
@@ -17,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from troupe.learner.rewards import Array, Indices
-from troupe.protocol.trajectory import POLICY, Trajectory
+from troupe.protocol.trajectory import POLICY, CallStatus, StopReason, Trajectory
 
-LIMITS = ("max_turns", "max_tokens", "context_window", "max_tool_calls", "wall_clock")
-MISUSES = ("malformed", "unknown_tool", "bad_arguments", "truncated", "refused")
+LIMITS: tuple[StopReason, ...] = ("max_turns", "max_tokens", "context_window", "max_tool_calls", "wall_clock")
+MISUSES: tuple[CallStatus, ...] = ("malformed", "unknown_tool", "bad_arguments", "truncated", "refused")
 
 _SAMPLED = 32
 _SAMPLED_TOKENS = 1024
@@ -66,12 +67,12 @@ def _rewards(done: list[Trajectory], groups: list[list[int]]) -> dict[str, float
     if not np.isfinite(reward).all():
         return {}
     return {
-        "reward_mean": reward.mean(),
+        "reward_mean": float(reward.mean()),
         "reward_std": _std(reward),
-        "reward_min": reward.min(),
-        "reward_max": reward.max(),
-        "group_reward_std": np.mean([_std(reward[members]) for members in groups]),
-        "equal_groups": np.mean([not (reward[members] != reward[members[0]]).any() for members in groups]),
+        "reward_min": float(reward.min()),
+        "reward_max": float(reward.max()),
+        "group_reward_std": float(np.mean([_std(reward[members]) for members in groups])),
+        "equal_groups": float(np.mean([not (reward[members] != reward[members[0]]).any() for members in groups])),
     }
 
 
@@ -84,18 +85,17 @@ def _repetition(done: list[Trajectory], groups: list[list[int]]) -> dict[str, fl
         return told
     repeats = sum(len(turns) - len({turn.tobytes() for turn in turns}) for turns in spoken)
     told |= {
-        "turn_tokens_mean": np.mean(lengths),
+        "turn_tokens_mean": sum(lengths) / len(lengths),
         "turn_tokens_max": max(lengths),
         "repeated_turns": repeats / len(lengths),
     }
     chosen = [i for row in zip_longest(*groups) for i in row if i is not None and spoken[i]][:_SAMPLED]
-    for n in (1, 2, 3):
-        grams = [_grams(spoken[i], n) for i in chosen]
-        pooled = np.concatenate(grams)
-        if len(pooled):
-            told[f"distinct_{n}"] = len(np.unique(pooled)) / len(pooled)
+    grams = {n: [_grams(spoken[i], n) for i in chosen] for n in (1, 2, 3)}
+    for n, mine in grams.items():
+        if count := sum(map(len, mine)):
+            told[f"distinct_{n}"] = len(np.unique(np.concatenate(mine))) / count
     apart = np.array([[done[i].group != done[j].group for j in chosen] for i in chosen])
-    told["self_similarity"] = _similarity(grams, apart if apart.any() else ~np.eye(len(chosen), dtype=bool))
+    told["self_similarity"] = _similarity(grams[3], apart if apart.any() else ~np.eye(len(chosen), dtype=bool))
     return told
 
 
