@@ -27,7 +27,7 @@ Detector: TypeAlias = Callable[[Sequence[Row], HealthConfig], "Alarm | None"]
 
 _EARLY = " — the Echo Trap's early sign"
 _ABSURD = 1e100
-"""Values beyond it are treated as not finite: their squares are not."""
+"""Values beyond it are treated as not finite, because their squares are not; gradients below its inverse as 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,8 @@ def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
         return None
     if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
         return None
-    success = _told_success(rows, shift, config)
-    return _alarm(
-        "entropy_collapse", shift, f"entropy fell from {_n(shift.before)} to {_n(shift.now)} nats {shift.when}{success}"
-    )
+    seen = f"entropy fell from {_n(shift.before)} to {_n(shift.now)} nats {shift.when}"
+    return _alarm("entropy_collapse", shift, seen + _told_success(rows, shift, config))
 
 
 def gradient_spike(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
@@ -109,8 +107,8 @@ def gradient_spike(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     Norms of 0 (nothing trained) do not count. A norm that is not finite never gets here: the trainer refuses it.
     """
     steps, norms = _column(_tidy(rows, config), "grad_norm")
-    steps, norms = steps[norms > 0], norms[norms > 0]
-    if len(norms) < config.min_rows:
+    steps, norms = steps[norms > 1 / _ABSURD], norms[norms > 1 / _ABSURD]
+    if len(norms) < config.min_rows + config.window:  # the median deviation of fewer is too rough
         return None
     logs, new = np.log(norms[: -config.window]), np.log(norms[-config.window :])
     median = float(np.median(logs))
@@ -201,7 +199,7 @@ def _fall(steps: Array, values: Array, config: HealthConfig) -> _Shift | None:
         return None
     means = np.convolve(values, np.full(w, 1 / w), "valid")
     before, now = float(np.quantile(means[:-w], 0.8)), float(means[-1])
-    if not now < before:
+    if not now < before < math.inf:
         return None
     held = int(np.flatnonzero(means >= now + 0.9 * (before - now))[-1])
     return _Shift(before, now, int(steps[held + w - 1]), int(steps[-1]))
@@ -209,7 +207,7 @@ def _fall(steps: Array, values: Array, config: HealthConfig) -> _Shift | None:
 
 def _around(steps: Array, values: Array, shift: _Shift, config: HealthConfig) -> tuple[float, float]:
     """Means of `values` over the window that ends at the beginning of `shift`, and over the newest; NaN without any."""
-    then, now = values[steps <= shift.since][-config.window :], values[steps > shift.since][-config.window :]
+    then, now = values[steps <= shift.since][-config.window :], values[-config.window :]
     return (float(then.mean()) if len(then) else math.nan, float(now.mean()) if len(now) else math.nan)
 
 

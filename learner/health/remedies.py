@@ -17,7 +17,7 @@ Action = Literal[
     "clip_higher",  # let unlikely tokens rise further
     "entropy_bonus",  # pay for staying unsure
     "slower",  # smaller steps
-    "roll_back",  # go on from the newest checkpoint older than the alarm's `since_step`
+    "roll_back",  # go on from the newest checkpoint at or before the alarm's `since_step`
     "stop",  # end the run; a person looks at it
 ]
 

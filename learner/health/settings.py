@@ -28,7 +28,7 @@ class HealthConfig(BaseModel):
     entropy_floor: float = Field(0.02, gt=0, description="nats; a policy that was this sure from the start cannot collapse")
 
     gradient_z: float = Field(
-        5.0, gt=0, description="gradient spike: robust deviations (1.48 MAD) of ln grad_norm above its median"
+        6.0, gt=0, description="gradient spike: robust deviations (1.48 MAD) of ln grad_norm above its median"
     )
     gradient_factor: float = Field(3.0, gt=1, description="and at least this many times the median")
 
