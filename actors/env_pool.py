@@ -37,6 +37,7 @@ from troupe.protocol.errors import (
     EpisodeError,
     NotReady,
     Overloaded,
+    TaskFailed,
     TimedOut,
     TroupeError,
 )
@@ -194,6 +195,8 @@ class EnvPool:
                 playing = asyncio.ensure_future(play())
                 self._playing[(message.episode, message.attempt)] = playing
                 await playing
+                if not any(len(node.logprobs) for node in recorder.nodes):
+                    raise TaskFailed(f"nothing was sampled (stop reason '{outcome.stop}'): there is no agent to judge or train")
                 if not math.isfinite(outcome.reward):
                     raise EnvironmentFailed(f"the reward is {outcome.reward}")
             finally:
@@ -282,7 +285,7 @@ class EnvPool:
         """Decided here, where the error is known: what the world says about its task, and all else is infrastructure."""
         kind = error.kind if isinstance(error, EpisodeError) else "infrastructure"
         where = f"{self._context.name}: {self._world.__name__} (task {message.task.id}, seed {message.task.seed})"
-        text = str(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {error}"
+        text = drive.told(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {drive.told(error)}"
         return Failure(kind, type(error).__name__, text, where)
 
 

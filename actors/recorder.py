@@ -25,6 +25,8 @@ from troupe.actors.rendering import Message, Part, Rendering, SaidCall, Tool, un
 from troupe.protocol.messages import Generate, Generated, RunEpisode, Sampling
 from troupe.protocol.trajectory import POLICY, TEMPLATE, Node
 
+_LONGEST_TOKEN = 64
+"""Characters that a token has at most, on average over a long text."""
 _NOTHING = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
@@ -68,7 +70,7 @@ class Recorder:
         self._window = min(windows, default=0)
         self._ends: dict[bytes, _End] = {}
         self._children: dict[tuple[int, str], list[int]] = {}
-        self._turn = 0
+        self._turn = self._reserved = 0
 
     async def complete(
         self,
@@ -85,6 +87,7 @@ class Recorder:
         max_tokens, stop: a narrower limit and further stop strings for this turn. Raises LimitReached, and whatever the
         policy raises; the conversation is then as if nothing had been asked.
         """
+        self._refuse_if_hopeless(messages)
         keys = _keys(agent, tools, messages)
         plan = self._plan(keys, messages, tools, agent)
         opening = plan.parts[-1].ids
@@ -101,7 +104,12 @@ class Recorder:
         )
         loop = asyncio.get_running_loop()
         began = loop.time()
-        answer = await self._policy.generate(request)
+        reserved = len(prompt) - len(plan.ids) + sampling.max_tokens
+        self._reserved += reserved  # others may speak meanwhile
+        try:
+            answer = await self._policy.generate(request)
+        finally:
+            self._reserved -= reserved
         seconds = loop.time() - began
         sampled: list[int] = answer.tokens.tolist()
         parent = self._record_prompt(plan, messages, agent, step)
@@ -165,15 +173,23 @@ class Recorder:
         tokens = self.nodes[node].tokens
         return 0 < len(tokens) <= len(ids) - at and tokens.tolist() == ids[at : at + len(tokens)]
 
+    def _refuse_if_hopeless(self, messages: list[Message]) -> None:
+        """A text that cannot fit whatever its tokens are is not tokenized at all: that alone could take minutes."""
+        characters = sum(len(_text(message)) for message in messages)
+        if self._window and characters > _LONGEST_TOKEN * self._window:
+            raise LimitReached("context_window")
+        if characters > _LONGEST_TOKEN * self._episode.limits.max_episode_tokens:
+            raise LimitReached("max_tokens")
+
     # -- limits ------------------------------------------------------------------------------------------------------
 
     def _sampling(self, prompt: int, added: int, max_tokens: int | None, stop: list[str]) -> Sampling:
         """The settings of a turn, shortened to what the episode and the context have left."""
         asked, limits = self._episode.sampling, self._episode.limits
-        left = limits.max_episode_tokens - self.tokens - added
+        left = limits.max_episode_tokens - self.tokens - self._reserved - added
         if left < 1:
             raise LimitReached("max_tokens")
-        room = [asked.max_tokens, left, max_tokens or asked.max_tokens]
+        room = [asked.max_tokens, left, max_tokens if max_tokens is not None and max_tokens > 0 else asked.max_tokens]
         if self._window:
             room.append(self._window - prompt)
         if min(room) < 1:
@@ -184,7 +200,7 @@ class Recorder:
             top_k=asked.top_k,
             max_tokens=min(room),
             stop_ids=asked.stop_ids or self._rendering.stop_ids,
-            stop=[*asked.stop, *stop],
+            stop=[text for text in (*asked.stop, *stop) if text],
         )
 
     # -- recording ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Each field's description is what `troupe config` prints; unknown keys are refuse
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -59,7 +59,9 @@ class RolloutSettings(_Section):
     max_episode_tokens: int = Field(4096, ge=8, description="tokens of a whole episode, observations included")
     context_window: int | None = Field(None, ge=8, description="tokens of a prompt and its turn; unset: what the model can see")
     max_tool_calls: int = Field(64, ge=1, description="tool calls that an episode may take")
-    stop: list[str] = Field(default_factory=list, description="strings that end a turn, beside the model's own end of turn")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="strings that end a turn, beside the model's own end of turn"
+    )
     oversample: float = Field(
         0.0, ge=0, le=4, description="share of further groups that are started; the stragglers are cancelled when enough are in"
     )
@@ -73,9 +75,9 @@ class RolloutSettings(_Section):
     )
     attempts: int = Field(3, ge=1, le=100, description="with retry: attempts at an episode before it counts as failed")
     quarantine_after: int = Field(3, ge=1, description="failures that are the task's own until it is never dispatched again")
-    env_step_s: float = Field(30.0, gt=0, description="seconds that a world may take for one step")
-    generate_s: float = Field(120.0, gt=0, description="seconds that one turn's generation may take")
-    episode_s: float = Field(600.0, gt=0, description="seconds that one episode may take")
+    env_step_s: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds that a world may take for one step")
+    generate_s: float = Field(120.0, gt=0, allow_inf_nan=False, description="seconds that one turn's generation may take")
+    episode_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="seconds that one episode may take")
 
 
 class AgentSettings(_Section):

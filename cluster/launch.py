@@ -57,12 +57,23 @@ def check(config: RunConfig) -> None:
 
     world = registry.find(config.env.name)
     registry.make(world, config.env.options)
-    loops.choose(config.agent, world)
+    loop = loops.choose(config.agent, world)
     composition.check(config.learner, config.model_settings(""))
     if config.model.path:
         from troupe.cluster.models import resolve
 
-        config.model.renderer = rendering.load(str(resolve(config.model.path)), config.model.renderer).name
+        found = rendering.load(str(resolve(config.model.path)), config.model.renderer)
+        if loop is loops.react and not found.reads_calls:
+            raise ConfigError(
+                f"renderer '{found.name}' cannot read tool calls out of what this model says, and the world "
+                f"'{config.env.name}' has tools: name the model's family with model.renderer, or set agent.loop = 'text'"
+            )
+        config.model.renderer = found.name
+    elif config.model.renderer not in ("auto", "chatml"):
+        raise ConfigError(
+            f"model.renderer is '{config.model.renderer}', but a recipe's own small model speaks chatml: leave it out, or name "
+            "a pretrained model with model.path"
+        )
     elif next(iter(world.corpus()), None) is None:
         raise ConfigError(
             f"world '{config.env.name}' has no corpus() to make a small policy's tokenizer from: name a pretrained model "

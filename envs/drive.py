@@ -42,8 +42,17 @@ from typing import Any
 
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.envs.tools import ToolWorld, lookup, observed, turn_of
-from troupe.protocol.errors import BadArguments, EnvironmentFailed, EpisodeError, InvalidAction, TimedOut, UnknownTool
+from troupe.protocol.errors import (
+    BadArguments,
+    EnvironmentFailed,
+    EpisodeError,
+    InvalidAction,
+    TimedOut,
+    TroupeError,
+    UnknownTool,
+)
 
+_LONGEST_TEXT = 4_000  # characters of what an error says
 _GRACE_S = 1.0  # for an `async` call to end once it is cancelled
 _CLOSE_S = 5.0  # for a world to close once its call was killed
 _STRIKES_S = (0.02, 0.2, 0.5, 1.0, 2.0)  # pauses after each WorldKilled
@@ -85,6 +94,8 @@ class Driver:
         self._over = False
         self._lost = False
         self._closed = False
+        self.failure: TroupeError | None = None
+        """What broke the episode, even if whoever called has caught it."""
 
     async def reset(self, task: Task) -> str:
         """Starts the episode of `task` and returns the first observation.
@@ -198,8 +209,10 @@ class Driver:
             turn = self._checked(method, self._read(method, read, found))
         except (InvalidAction, ValueError) as error:
             raise InvalidAction(_encodable(str(error))) from error
-        except BaseException:
+        except BaseException as error:
             self._playing = False
+            if not self._over and isinstance(error, TroupeError):
+                self.failure = error
             raise
         if turn.done:
             self._playing, self._over = False, True
@@ -305,7 +318,9 @@ class Driver:
             raise EnvironmentFailed(f"{where}: Turn.parts is {type(turn.parts).__name__}, not dict")
         turn.text = _encodable(turn.text)
         turn.reward = _number(f"{where}: Turn.reward", turn.reward)
-        turn.parts = {str(name): _number(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()}
+        turn.parts = {
+            _encodable(str(name)): _number(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
+        }
         turn.done = bool(turn.done)
         turn.success = None if turn.success is None else bool(turn.success)
         return turn
@@ -317,14 +332,22 @@ class Driver:
             raise self._failed(method, error) from error
         if not isinstance(text, str):
             raise EnvironmentFailed(f"{self._where(method)} returned {type(text).__name__}, not str")
-        return text
+        return _encodable(text)
 
     def _where(self, method: str) -> str:
         task = f" (task {self._task.id}, seed {self._task.seed})" if self._task else ""
         return f"{self.name}.{method}{task}"
 
     def _failed(self, method: str, error: BaseException) -> EnvironmentFailed:
-        return EnvironmentFailed(f"{self._where(method)} raised {type(error).__name__}: {error}")
+        return EnvironmentFailed(f"{self._where(method)} raised {type(error).__name__}: {told(error)}")
+
+
+def told(error: BaseException) -> str:
+    """What an exception says, if it can, at most a few lines of it."""
+    try:
+        return _encodable(str(error))[:_LONGEST_TEXT]
+    except Exception as again:
+        return f"(and cannot say what: {type(again).__name__})"
 
 
 def _number(name: str, value: Any) -> float:
@@ -413,6 +436,19 @@ def _keep_for_ever(coroutine: Any) -> None:
     inside of the garbage collector, where nothing can end it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(coroutine))
     _count(lambda: True)
+
+
+async def leashed(awaitable: Awaitable[Any]) -> Outcome:
+    """What comes of code that is not ours: its result, or its error as a value. It ends when the caller is cancelled,
+    even if it swallows that."""
+    leash = _Leash(awaitable)
+    task = asyncio.ensure_future(leash.outcome())
+    try:
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        await _end(task, leash)
+        raise
+    return (None, asyncio.CancelledError("without being asked to")) if task.cancelled() else task.result()
 
 
 async def _plain(awaitable: Awaitable[Any]) -> Any:

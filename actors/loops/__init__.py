@@ -12,6 +12,8 @@ from troupe.actors.settings import AgentSettings
 from troupe.envs.base import TextWorld
 from troupe.protocol.errors import ConfigError
 
+__all__ = ["Loop", "choose", "program", "react", "text"]
+
 
 def choose(settings: AgentSettings, world: type[TextWorld]) -> Loop:
     """The loop that the recipe asks for. Raises ConfigError if it and the world do not fit each other."""

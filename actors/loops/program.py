@@ -24,6 +24,7 @@ from troupe.actors.loops.base import LimitReached, Loop, Reply, Stage
 from troupe.actors.loops.react import run_call
 from troupe.actors.rendering import Message, SaidCall, Tool
 from troupe.envs.base import Task, Turn
+from troupe.envs.drive import leashed, told
 from troupe.protocol.errors import ConfigError, EpisodeError, InvalidAction, TroupeError, nearest
 from troupe.protocol.importing import module_at
 from troupe.protocol.trajectory import Call, Step
@@ -51,7 +52,7 @@ class Episode:
     _stage: Stage
 
     async def step(self, text: str) -> Turn:
-        """Gives a message to the world. Raises InvalidAction if it cannot read it."""
+        """Gives a message to the world. Raises InvalidAction if it cannot read it: tell the agent, and go on."""
         turn = await self._stage.driver.step(text)
         self._credit(turn)
         return turn
@@ -59,6 +60,9 @@ class Episode:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Runs a tool of the world and returns what the agent should be told, be it an error."""
         record = Call("", name, json.dumps(arguments, default=str), "ok")
+        steps, limit = self._stage.outcome.steps, self._stage.limits.max_tool_calls
+        if sum(len(step.calls) for step in steps) >= limit:
+            record.status = "refused"
         turn = await run_call(self._stage, SaidCall(name, arguments, record.arguments, "ok"), record)
         self._credit(turn)
         self._stage.outcome.steps[-1].calls.append(record)
@@ -127,13 +131,16 @@ class ChatClient:
                 reply = await self._stage.policy.complete(
                     messages, tools, agent=self._agent, step=number, max_tokens=max_tokens, stop=stop
                 )
-            except LimitReached:
+            except (LimitReached, ConfigError, TypeError, AttributeError, ValueError):  # nothing was sampled
                 if len(steps) == number + 1:
                     steps.pop()
                 raise
+        except ConfigError:
+            raise  # a request that means nothing: the program's to mend
         except (LimitReached, TroupeError) as error:
             self.stopped = error
             raise
+        self.stopped = None  # a program that made its history shorter goes on
         step.action, step.generate_s, step.finish = reply.text, reply.seconds, reply.finish
         return reply
 
@@ -173,6 +180,8 @@ class ChatClient:
         except LimitReached as limit:
             code = "context_length_exceeded" if limit.stop in ("context_window", "max_tokens") else limit.stop
             return httpx2.Response(400, json=_error(str(limit), code))
+        except (ConfigError, TypeError, AttributeError, ValueError) as error:
+            return httpx2.Response(400, json=_error(f"not a conversation that can be told to the policy: {error}"))
         except TroupeError as error:
             return httpx2.Response(500, json=_error(str(error), type(error).__name__))
         if asked.get("stream"):
@@ -188,25 +197,28 @@ def program(path: str) -> Loop:
         observation = await stage.driver.reset(stage.task)
         client = ChatClient(stage)
         episode = Episode(stage.task, observation, stage.system, stage.driver.tools(), stage)
-        answer: Any = None
         try:
-            answer = await function(client, episode)
-        except Exception as error:
+            answer, error = await leashed(function(client, episode))
+        finally:
+            await client.close()
+        if stage.driver.failure is not None:  # whatever the program made of it
+            raise stage.driver.failure from error
+        stopped = client.why_stopped()
+        if error is not None:
             # What the policy would not do comes back through libraries in many shapes: the cause itself is known here.
-            stopped = client.why_stopped()
             if isinstance(stopped, TroupeError):
                 raise stopped from error
             if stopped is None:
-                if isinstance(error, TroupeError):
-                    raise
-                raise ProgramFailed(f"the program '{path}' raised {type(error).__name__}: {error}") from error
-        finally:
-            await client.close()
-        stopped, steps = client.why_stopped(), stage.outcome.steps
+                if isinstance(error, TroupeError) and not isinstance(error, InvalidAction):
+                    raise error
+                raise ProgramFailed(f"the program '{path}' raised {type(error).__name__}: {told(error)}") from error
+        steps = stage.outcome.steps
         if isinstance(stopped, LimitReached):
             await stage.conclude(stopped.stop)
             return
-        if isinstance(answer, str) and steps and not steps[-1].terminated:
+        if isinstance(answer, str) and not (steps and steps[-1].terminated):
+            if not steps:
+                steps.append(Step(state_key=stage.driver.state_key()))
             try:
                 stage.outcome.credit(await stage.driver.step(answer))
             except InvalidAction:

@@ -75,17 +75,29 @@ async def _answer_calls(stage: Stage, reply: Reply, messages: list[Message], all
     for record in records[allowed:]:
         record.status = "refused"
     running = [asyncio.ensure_future(run_call(stage, c, r)) for c, r in zip(reply.calls, records, strict=True)]
+    pending, over = set(running), False
     try:
-        turns = await asyncio.gather(*running)
+        while pending and not over:
+            finished, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for call in [call for call in running if call in finished]:  # what is earned is earned, whatever else happens
+                if call.exception() is None:
+                    stage.outcome.credit(call.result())
+                    over = over or call.result().done
+            if not over:  # when the episode has ended, others no longer count
+                for call in finished:
+                    call.result()
     finally:
-        for task in running:
-            task.cancel()
+        for call in pending:
+            call.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         step.env_s += clock() - began
-    for record, turn in zip(records, turns, strict=True):
-        stage.outcome.credit(turn)
-        messages.append({"role": "tool", "content": turn.text, "tool_call_id": record.id, "name": record.name})
-    return any(turn.done for turn in turns)
+    for record, call in zip(records, running, strict=True):
+        if call.cancelled() or call.exception() is not None:
+            record.status = "refused"
+        else:
+            told = {"role": "tool", "content": call.result().text, "tool_call_id": record.id, "name": record.name}
+            messages.append(told)
+    return over
 
 
 async def run_call(stage: Stage, call: SaidCall, record: Call) -> Turn:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,14 +73,14 @@ class Rendering:
 
     def opening(self, messages: list[Message], tools: list[Tool] | None = None) -> list[Part]:
         """A whole conversation up to where the agent speaks: a part a message, then the opening."""
-        made = self._renderer.render(self._guarded(messages), tools=_functions(tools), add_generation_prompt=True)
+        made = self._renderer.render(self._guarded(messages), tools=self._described(tools), add_generation_prompt=True)
         return _parts(made, 0, len(messages))
 
     def extension(
         self, prompt: list[int], sampled: list[int], new: list[Message], tools: list[Tool] | None = None
     ) -> list[Part] | None:
         """What `new` messages add after a turn that was sampled; None if this renderer would change what came before."""
-        made = self._renderer.bridge_to_next_turn(prompt, sampled, self._guarded(new), tools=_functions(tools))
+        made = self._renderer.bridge_to_next_turn(prompt, sampled, self._guarded(new), tools=self._described(tools))
         before = [*prompt, *sampled]
         if made is None or made.token_ids[: len(before)] != before:
             return None
@@ -99,7 +100,11 @@ class Rendering:
     def parse(self, sampled: list[int], prompt: list[int] | None = None, tools: list[Tool] | None = None) -> Said:
         """What was said."""
         spoken = sampled[:-1] if sampled and sampled[-1] in self.stop_ids else sampled
-        found = self._renderer.parse_response(spoken, tools=_functions(tools), prompt_ids=prompt)
+        try:
+            found = self._renderer.parse_response(spoken, tools=_functions(tools), prompt_ids=prompt)
+        except (RecursionError, ValueError) as error:  # JSON that no parser takes: nested too deeply, numbers too long
+            raw = self._tokenizer.decode(spoken)
+            return Said("", "", [SaidCall("", None, raw, "malformed", f"the call cannot be read: {error}")], True)
         calls = [_said_call(call) for call in found.tool_calls]
         return Said(
             found.content.strip(), (found.reasoning_content or "").strip(), calls, found.reasoning_complete is not False
@@ -116,6 +121,15 @@ class Rendering:
     def decode(self, ids: list[int]) -> str:
         """Ids to text, special tokens shown. Bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(ids)
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls are found in what the agent says."""
+        return bool(getattr(self._renderer, "supports_tools", True))
+
+    def _described(self, tools: list[Tool] | None) -> list[Tool] | None:
+        described: list[Tool] | None = _each_text(_functions(tools), self._tokenizer.guard)
+        return described
 
     def _guarded(self, messages: list[Message]) -> list[Message]:
         return [_guarded(message, self._tokenizer) for message in messages]
@@ -220,7 +234,10 @@ def _make(tokenizer: PlainTokenizer, name: str) -> Any:
             names_smollm = SMOLLM2_SYSTEM in str(tokenizer.chat_template)
             config: Any = chatml.ChatMLConfig(default_system=SMOLLM2_SYSTEM if names_smollm else "")
         elif name == "generic":
-            config = generic.GenericConfig()
+            # Calls can be told apart where the template has them as tokens of their own, written as JSON.
+            marks = tokenizer.convert_tokens_to_ids(["<tool_call>", "</tool_call>"])
+            has_calls = "<tool_call>" in str(tokenizer.chat_template) and not {None, tokenizer.unk_token_id} & set(marks)
+            config = generic.GenericConfig(tool_parser="qwen3" if has_calls else None)
         elif ":" in name:
             config = CustomRendererConfig(import_path=name)
         else:
@@ -257,10 +274,30 @@ def _guarded(message: Message, tokenizer: PlainTokenizer) -> Message:
     def guard(text: str) -> str:
         return tokenizer.guard(text, special_only=mine)
 
+    role = str(message.get("role"))
+    if (role := _ROLES.get(role, role)) not in _ROLES.values():
+        raise ConfigError(f"a message of role '{role}': roles are {', '.join(_ROLES.values())}")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return {**message, "content": guard(content or "")}
+    if not isinstance(content, str | None):
+        raise ConfigError(f"the content of a message is {type(content).__name__}, not text")
+    kept: Message = _each_text({key: value for key, value in message.items() if key in _GUARDED}, guard)
+    return {**message, **kept, "role": role, "content": guard(content or "")}
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_ROLES |= {"tool": "tool", "function": "tool"}
+_GUARDED = ("tool_calls", "reasoning_content", "name")
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """`value`, which is made of dicts and lists, with each text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key) if isinstance(key, str) else key: _each_text(item, change) for key, item in value.items()}
+    return [_each_text(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _parts(made: Any, start: int, count: int) -> list[Part]:
@@ -301,4 +338,5 @@ def _said_call(call: Any) -> SaidCall:
         status, problem = "malformed", f"the arguments are {kind}, not an object"
     if status == "malformed" and str(call.status) == "unclosed_block":
         status = "truncated"
-    return SaidCall(call.name or "", arguments, call.raw, status, problem, call.id or "")
+    name = (call.name or "").encode("utf-8", "replace").decode()  # JSON can smuggle in half a surrogate pair
+    return SaidCall(name, arguments, call.raw, status, problem, call.id or "")

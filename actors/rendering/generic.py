@@ -74,6 +74,8 @@ class GenericRenderer(DefaultRenderer):  # type: ignore[misc]
         for end in range(1, len(new_messages) + 1):
             last = end == len(new_messages)
             plain = self._text([*_BASE, *new_messages[:end]], tools)
+            if not plain.startswith(before):  # it writes these messages together: they cannot be added one by one
+                return None
             added = self._tokenizer.encode(plain.removeprefix(before))
             opening = self._text([*_BASE, *new_messages], tools, opening=True).removeprefix(plain) if last else ""
             opened = self._tokenizer.encode(opening) if opening else []

@@ -19,6 +19,7 @@ from troupe.envs import drive, registry
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.envs.tools import ToolWorld, tool
 from troupe.learner.tiny import make_tiny
+from troupe.protocol import arrow
 from troupe.protocol.errors import EpisodeError, NotReady, Overloaded, TaskFailed
 from troupe.protocol.messages import (
     CancelEpisode,
@@ -263,3 +264,40 @@ async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(p
     pool, _ = await pool_of("fine")
     with pytest.raises(EpisodeError, match=r"no scripted player: set cold_start.steps = 0 or define play"):
         await pool.demonstrate(Demonstrate([Task("t/0", "trouble", "train", 0)], 0.0, 4, 0))
+
+
+class Mute(Trouble):
+    """Its first observation alone is more than any prompt may have."""
+
+    def reset(self, task: Task) -> str:
+        return "x " * 100_000
+
+
+async def test_an_episode_in_which_nothing_was_sampled_is_broken_not_a_zero(folder, monkeypatch):
+    monkeypatch.setattr(registry, "find", lambda name: Mute)
+    context = Here()
+    pool = EnvPool(context, "mute", {}, folder, 4, agent=AgentSettings())  # type: ignore[arg-type]
+    done = await pool.run_episode(ask())
+    assert (done.status, done.failure_kind, done.success) == ("failed", "data", None)
+    assert "nothing was sampled (stop reason 'context_window')" in done.failure
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+async def test_an_error_that_cannot_be_told_or_stored_is_told_and_stored_all_the_same(folder, monkeypatch):
+    for error, told in [(Unspeakable(), "cannot say what"), (RuntimeError("half \ud800 pair"), "half ? pair")]:
+
+        class World(Trouble):
+            def step(self, text: str, error: Exception = error) -> Turn:
+                raise error
+
+        monkeypatch.setattr(registry, "find", lambda name, world=World: world)
+        context = Here()
+        pool = EnvPool(context, "w", {}, folder, 4, agent=AgentSettings())  # type: ignore[arg-type]
+        await pool.routes(Routes(["generator-0"]))
+        done = await pool.run_episode(ask())
+        assert done.status == "failed" and told in done.failure
+        arrow.to_table(context.deposits)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 from troupe.actors import loops
-from troupe.actors.loops.base import Loop, Outcome, Stage
+from troupe.actors.loops.base import LimitReached, Loop, Outcome, Stage
 from troupe.actors.loops.program import ChatClient, Episode, ProgramFailed, program
 from troupe.actors.loops.react import CUT, react
 from troupe.actors.loops.text import text
@@ -68,6 +70,17 @@ class Desk(ToolWorld):
     def explode(self) -> str:
         """Breaks the world."""
         raise RuntimeError("boom")
+
+    @tool
+    async def submit(self) -> Turn:
+        """Ends the episode."""
+        return Turn("done", reward=1.0, done=True, success=True)
+
+    @tool
+    async def hang(self) -> str:
+        """Never returns."""
+        await asyncio.Event().wait()
+        return ""
 
     @tool
     def award(self) -> Turn:
@@ -132,10 +145,11 @@ class Played:
 
 async def play(loop: Loop, world: TextWorld, rendering: Rendering, lines: list[str], **limits: Any) -> Played:
     sampling = Sampling(max_tokens=limits.pop("max_tokens", 400))
+    outcome = limits.pop("outcome", None) or Outcome()
     allowed = Limits(**{"max_episode_tokens": 20_000, **limits})
     engine = Speaker(rendering, lines)
     message = RunEpisode("e", 0, 0, 0, "train", 1, Task("t", "desk", "train", 7), sampling, allowed, seed=3)
-    record, outcome = Recorder(message, rendering, engine), Outcome()
+    record = Recorder(message, rendering, engine)
     driver = Driver(world, timeout_s=allowed.env_step_s)
     try:
         await loop(Stage(driver, world.system, TASK, record, allowed, outcome))
@@ -218,6 +232,28 @@ async def test_an_answer_that_was_cut_is_no_answer(renderings):
 async def test_rewards_of_tools_belong_to_the_step_that_called_them(renderings):
     played = await play(react, Desk(), renderings["tiny"], [call("award") + call("award"), "7"])
     assert [step.reward for step in played.outcome.steps] == [0.5, 1.5]
+
+
+@pytest.mark.parametrize("other", ["hang", "explode"])
+async def test_a_tool_that_ends_the_episode_ends_the_calls_beside_it_too(renderings, other):
+    played = await play(react, Desk(), renderings["tiny"], [call("submit") + call(other)], env_step_s=5.0)
+    assert (played.outcome.stop, played.outcome.success, played.outcome.reward) == ("terminated", True, 1.0)
+    assert [c.status for c in played.outcome.steps[0].calls] == ["ok", "refused"]
+
+
+async def test_what_a_tool_has_earned_stays_when_the_one_beside_it_hangs(renderings):
+    outcome = Outcome()
+    with pytest.raises(TimedOut, match=r"Desk.hang"):
+        await play(react, Desk(), renderings["tiny"], [call("award") + call("hang")], env_step_s=0.3, outcome=outcome)
+    assert outcome.reward == 0.25
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3"])
+@pytest.mark.parametrize("inside", ["[" * 1500, "1" * 5000])
+async def test_json_that_no_parser_takes_is_a_malformed_call_not_a_broken_episode(renderings, name, inside):
+    said = '<tool_call>\n{"name": "quick", "arguments": {"item": ' + inside + "}}\n</tool_call>"
+    played = await play(react, Desk(), renderings[name], [said, "7"], max_tokens=9_000, max_episode_tokens=90_000)
+    assert [c.status for c in played.outcome.steps[0].calls] == ["malformed"] and played.outcome.success
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------
@@ -340,6 +376,49 @@ async def stumbling(client: ChatClient, episode: Episode) -> str:
     raise KeyError("typo")
 
 
+async def silent(client: ChatClient, episode: Episode) -> str:
+    return "7"
+
+
+async def swallowing(client: ChatClient, episode: Episode) -> None:
+    await client.complete([{"role": "user", "content": "go"}])
+    with contextlib.suppress(Exception):
+        await episode.call("explode", {})
+
+
+async def compacting(client: ChatClient, episode: Episode) -> str:
+    talk: list[Any] = [{"role": "user", "content": "some words " * 30}]
+    talk += [(await client.complete(talk)).message, {"role": "user", "content": "more words " * 30}]
+    try:
+        await client.complete(talk)
+    except LimitReached:
+        return (await client.complete([{"role": "user", "content": "in short"}])).text
+    return ""
+
+
+async def greedy(client: ChatClient, episode: Episode) -> str:
+    await client.complete([{"role": "user", "content": "go"}])
+    return "".join([await episode.call("quick", {"item": "nuts"}) for _ in range(9)])
+
+
+async def immortal(client: ChatClient, episode: Episode) -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+
+
+async def exiting(client: ChatClient, episode: Episode) -> None:
+    raise SystemExit(3)
+
+
+async def cancelling(client: ChatClient, episode: Episode) -> None:
+    raise asyncio.CancelledError
+
+
+async def clumsy(client: ChatClient, episode: Episode) -> None:
+    await episode.step("nonsense")
+
+
 def here(function: Any) -> Loop:
     return program(f"{Path(__file__)}:{function.__name__}")
 
@@ -376,6 +455,57 @@ async def test_a_program_that_goes_on_for_ever_is_ended_by_the_limit_of_turns(re
 async def test_a_program_that_raises_breaks_its_episode_by_name(renderings):
     with pytest.raises(ProgramFailed, match=r"test_loops.py:stumbling' raised KeyError: 'typo'"):
         await play(here(stumbling), Desk(), renderings["tiny"], ["x"])
+
+
+@pytest.mark.parametrize(
+    ("harness", "why"), [(exiting, "SystemExit"), (cancelling, "CancelledError"), (clumsy, "InvalidAction")]
+)
+async def test_however_a_program_fails_its_episode_breaks_by_name(renderings, harness, why):
+    with pytest.raises(ProgramFailed, match=f"{harness.__name__}' raised {why}"):
+        await play(here(harness), Counter(), renderings["tiny"], ["x"])
+
+
+async def test_a_failure_of_the_world_that_a_program_swallows_still_breaks_the_episode(renderings):
+    with pytest.raises(EnvironmentFailed, match="boom"):
+        await play(here(swallowing), Desk(), renderings["tiny"], ["x"])
+
+
+async def test_an_answer_of_a_program_is_judged_even_if_its_agent_said_nothing(renderings):
+    played = await play(here(silent), Desk(), renderings["tiny"], [])
+    assert played.outcome.success and not played.record.nodes  # the pool calls this broken: there is nothing to train
+
+
+async def test_a_program_that_compacts_its_history_at_the_context_window_goes_on(renderings):
+    played = await play(here(compacting), Desk(), renderings["tiny"], ["x", "7"], context_window=130)
+    assert (played.outcome.stop, played.outcome.success) == ("terminated", True)
+
+
+async def test_calls_that_a_program_makes_count_towards_the_limit(renderings):
+    played = await play(here(greedy), Desk(), renderings["tiny"], ["x"], max_tool_calls=4)
+    assert [c.status for c in played.outcome.steps[0].calls] == ["ok"] * 4 + ["refused"] * 5
+
+
+async def test_a_program_that_ignores_its_end_is_ended(renderings):
+    playing = asyncio.ensure_future(play(here(immortal), Desk(), renderings["tiny"], []))
+    await asyncio.sleep(0.1)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": "7"}, {"messages": 5}, {"messages": [{"role": "king", "content": "x"}]}])
+async def test_a_request_that_means_nothing_is_a_400_and_no_turn(renderings, asked):
+    statuses: list[int] = []
+
+    async def asking(client: ChatClient, episode: Episode) -> str:
+        body = {"messages": [{"role": "user", "content": "x"}], **asked}
+        statuses.append((await client.http.post(f"{client.base_url}/chat/completions", json=body)).status_code)
+        return (await client.complete([{"role": "user", "content": "go"}])).text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["troupe.actors.loops.program"], "_load", lambda path: asking)
+        played = await play(program("here:asking"), Desk(), renderings["tiny"], ["7"])
+    assert statuses == [400] and len(played.outcome.steps) == 1 and played.outcome.success
 
 
 # -- choosing --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,12 @@ STRIPPING = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'].split('</think>')[-1] if not loop.last else m['content'] }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+MERGING = (
+    "{% for m in messages %}{% if m['role'] == 'tool' and not loop.first and messages[loop.index0 - 1]['role'] == 'tool' %}"
+    " {{ m['content'] }}{% else %}[{{ m['role'] }}] {{ m['content'] }}{% endif %}"
+    "{% if not (m['role'] == 'tool' and not loop.last and messages[loop.index0 + 1]['role'] == 'tool') %}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 CONVERSATION = [
     {"role": "system", "content": "Be kind."},
     {"role": "user", "content": "some words\n\n"},
@@ -75,6 +81,23 @@ def test_the_generic_renderer_extends_as_the_template_would(renderings, texts):
     assert parts is not None and [part.message for part in parts] == [*range(len(new)), -1]
     whole = ids(found.opening([*asked, {"role": "assistant", "content": said}, *new]))
     assert found.decode([*prompt, *sampled, *ids(parts)]) == found.decode(whole)
+
+
+def test_a_template_that_writes_several_messages_together_makes_another_branch_not_a_false_prompt(tmp_path):
+    """Consecutive tool results in one turn, as several families write them."""
+    folder = model(tmp_path, MERGING)
+    found = rendering.load(folder, "generic")
+    asked = [{"role": "user", "content": "go"}]
+    prompt, sampled = ids(found.opening(asked)), [*found.encode("words"), *found.stop_ids]
+    one, two = {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}
+    assert found.extension(prompt, sampled, [one]) is not None
+    assert found.extension(prompt, sampled, [one, two]) is None
+    whole = found.decode(ids(found.opening([*asked, {"role": "assistant", "content": "words"}, one, two])))
+    assert whole == "[user] go<|im_end|>[assistant] words<|im_end|>[tool] a b<|im_end|>[assistant] "
+
+
+def test_the_generic_renderer_says_whether_it_can_read_calls(renderings):
+    assert not renderings["generic"].reads_calls and renderings["tiny"].reads_calls and renderings["qwen3"].reads_calls
 
 
 def test_a_template_that_changes_the_past_is_refused_by_name(tmp_path):
