@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from troupe.envs.tools import ToolWorld
-
 from troupe.actors.loops.base import Loop
 from troupe.actors.loops.program import program
 from troupe.actors.loops.react import react
 from troupe.actors.loops.text import text
 from troupe.actors.settings import AgentSettings
 from troupe.envs.base import TextWorld
+from troupe.envs.tools import ToolWorld
 from troupe.protocol.errors import ConfigError
 
 __all__ = ["Loop", "choose", "program", "react", "text"]
