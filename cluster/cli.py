@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -188,6 +189,8 @@ def main() -> None:
     from troupe.cluster import commands
 
     commands.register(app)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # in a pipe or a log too, what is said is there at once
     try:
         code = app(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -137,12 +137,13 @@ def test_the_door_is_open_during_training_and_answers_with_what_was_announced(tm
 
 
 def _troupe(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as it is for most people
     return subprocess.Popen(
         [sys.executable, "-m", "troupe", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**plain, "OMP_NUM_THREADS": "1", **environment},
     )
 
 
