@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from troupe.actors.loops.base import LimitReached, Reply
-from troupe.actors.rendering import Message, Part, Rendering, SaidCall, Tool, until
+from troupe.actors.rendering import Message, Part, Rendering, SaidCall, Tool, text_of, until
 from troupe.protocol.messages import Generate, Generated, RunEpisode, Sampling
 from troupe.protocol.trajectory import POLICY, TEMPLATE, Node
 
@@ -112,11 +112,10 @@ class Recorder:
             self._reserved -= reserved
         seconds = loop.time() - began
         sampled: list[int] = answer.tokens.tolist()
+        said, text = self._rendering.parse(sampled, prompt, tools), self._rendering.decode(sampled)
         parent = self._record_prompt(plan, messages, agent, step)
         provenance = np.full(len(opening) + len(sampled), POLICY, np.uint8)
         provenance[: len(opening)] = TEMPLATE
-        said = self._rendering.parse(sampled, prompt, tools)
-        text = self._rendering.decode(sampled)
         node = self._add(
             parent, "assistant", agent, step, opening + sampled, provenance, answer.logprobs, answer.versions, text
         )
@@ -173,15 +172,15 @@ class Recorder:
         tokens = self.nodes[node].tokens
         return 0 < len(tokens) <= len(ids) - at and tokens.tolist() == ids[at : at + len(tokens)]
 
+    # -- limits ------------------------------------------------------------------------------------------------------
+
     def _refuse_if_hopeless(self, messages: list[Message]) -> None:
         """A text that cannot fit whatever its tokens are is not tokenized at all: that alone could take minutes."""
-        characters = sum(len(_text(message)) for message in messages)
+        characters = sum(len(text_of(message)) for message in messages)
         if self._window and characters > _LONGEST_TOKEN * self._window:
             raise LimitReached("context_window")
         if characters > _LONGEST_TOKEN * self._episode.limits.max_episode_tokens:
             raise LimitReached("max_tokens")
-
-    # -- limits ------------------------------------------------------------------------------------------------------
 
     def _sampling(self, prompt: int, added: int, max_tokens: int | None, stop: list[str]) -> Sampling:
         """The settings of a turn, shortened to what the episode and the context have left."""
@@ -220,7 +219,7 @@ class Recorder:
                 provenance,
                 _NO_LOGPROBS,
                 _NOTHING,
-                _text(message),
+                text_of(message),
             )
         return parent
 
@@ -252,7 +251,7 @@ def _keys(agent: str, tools: list[Tool] | None, messages: list[Message], before:
     keys = [hashlib.blake2b(repr([agent, tools or []]).encode()).digest() if before is None else before]
     for message in messages:
         calls = [_call_key(call) for call in message.get("tool_calls") or []]
-        said = [message.get("role"), _text(message).strip(), calls, message.get("tool_call_id") or ""]
+        said = [message.get("role"), text_of(message).strip(), calls, message.get("tool_call_id") or ""]
         keys.append(hashlib.blake2b(keys[-1] + repr(said).encode(), digest_size=32).digest())
     return keys
 
@@ -264,13 +263,6 @@ def _call_key(call: Any) -> list[Any]:
         with contextlib.suppress(ValueError, RecursionError):  # broken as the agent wrote it: compared as text
             arguments = json.loads(arguments)
     return [call.get("id", ""), function.get("name", ""), json.dumps(arguments, sort_keys=True, default=str)]
-
-
-def _text(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return content if isinstance(content, str) else ""
 
 
 def _identified(call: SaidCall, turn: int, number: int, finish: str) -> SaidCall:

@@ -13,12 +13,13 @@ Promises of a world:
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from troupe.protocol.errors import InvalidAction, TaskFailed
+from troupe.protocol.errors import EnvironmentFailed, InvalidAction, TaskFailed
 from troupe.protocol.trajectory import Task
 
 __all__ = ["InvalidAction", "Task", "TextWorld", "Turn", "action_of", "belongs", "rng_of"]
@@ -103,6 +104,17 @@ class TextWorld:
     def corpus(cls) -> Iterator[str]:
         """Texts that cover the world's vocabulary, for a tokenizer made by the recipe."""
         return iter(())
+
+
+def finite(name: str, value: Any) -> float:
+    """`value` as a float. NaN, infinity or no number at all is a broken world, not a reward (law 6): EnvironmentFailed."""
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise EnvironmentFailed(f"{name} is {value!r}, not a finite number")
+    return number
 
 
 def rng_of(task: Task) -> random.Random:

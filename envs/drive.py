@@ -31,7 +31,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
-import math
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator
@@ -40,7 +39,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from troupe.envs.base import Task, TextWorld, Turn
+from troupe.envs.base import Task, TextWorld, Turn, finite
 from troupe.envs.tools import ToolWorld, lookup, observed, turn_of
 from troupe.protocol.errors import (
     BadArguments,
@@ -317,9 +316,9 @@ class Driver:
         if not isinstance(turn.parts, dict):
             raise EnvironmentFailed(f"{where}: Turn.parts is {type(turn.parts).__name__}, not dict")
         turn.text = _encodable(turn.text)
-        turn.reward = _number(f"{where}: Turn.reward", turn.reward)
+        turn.reward = finite(f"{where}: Turn.reward", turn.reward)
         turn.parts = {
-            _encodable(str(name)): _number(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
+            _encodable(str(name)): finite(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
         }
         turn.done = bool(turn.done)
         turn.success = None if turn.success is None else bool(turn.success)
@@ -348,17 +347,6 @@ def told(error: BaseException) -> str:
         return _encodable(str(error))[:_LONGEST_TEXT]
     except Exception as again:
         return f"(and cannot say what: {type(again).__name__})"
-
-
-def _number(name: str, value: Any) -> float:
-    """`value` as a float. NaN, infinity or no number at all is a broken world, not a reward (law 6)."""
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvironmentFailed(f"{name} is {value!r}, not a finite number")
-    return number
 
 
 def _encodable(text: str) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import re
 import typing
 from collections.abc import Awaitable, Callable
@@ -26,7 +25,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_jsonable_python
 
-from troupe.envs.base import Task, TextWorld, Turn
+from troupe.envs.base import Task, TextWorld, Turn, finite
 from troupe.protocol.errors import BadArguments, EnvironmentFailed, InvalidAction, UnknownTool, nearest
 
 __all__ = ["Rewards", "Tool", "ToolWorld", "tool"]
@@ -55,7 +54,7 @@ class Rewards:
     """
 
     def __init__(self, outcome: float, gate: str | None = None, **parts: float) -> None:
-        given = {name: _finite(name, value) for name, value in {"outcome": outcome, **parts}.items()}
+        given = {name: finite(f"Rewards: {name}", value) for name, value in {"outcome": outcome, **parts}.items()}
         if gate is not None and gate not in given:
             raise EnvironmentFailed(f"Rewards has no part '{gate}' to be the gate.{nearest(gate, given)}")
         counts = gate is None or given[gate] > 0
@@ -242,16 +241,6 @@ def _class_tool(cls: type[ToolWorld], name: str) -> Tool:
 
 def _all(world: ToolWorld) -> dict[str, Tool]:
     return {**world._tools, **getattr(world, "_added", {})}
-
-
-def _finite(name: str, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise EnvironmentFailed(f"Rewards: {name} is {value!r}, not a finite number")
-    return number
 
 
 def _untitled(schema: Any) -> Any:

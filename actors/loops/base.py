@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from troupe.actors.rendering import Message, SaidCall, Tool
 from troupe.envs.base import Task, Turn
 from troupe.envs.drive import Driver
+from troupe.protocol.errors import ConfigError
 from troupe.protocol.messages import Limits
 from troupe.protocol.trajectory import Finish, Step, StopReason
 
@@ -116,19 +117,25 @@ class Stage:
     outcome: Outcome
 
     async def act(self, messages: list[Message], tools: list[Tool] | None = None) -> Reply:
-        """The agent's next turn, as a new step. Raises LimitReached before the turn is begun."""
+        """The agent's next turn, which goes on `messages`. Raises LimitReached before the turn is begun."""
+        reply = await self.turn(messages, tools)
+        messages.append(reply.message)
+        return reply
+
+    async def turn(self, messages: list[Message], tools: list[Tool] | None = None, **how: Any) -> Reply:
+        """A turn of some agent, as a new step. how: see `Completes.complete`. Raises LimitReached before it is begun."""
         steps = self.outcome.steps
         if len(steps) >= self.limits.max_turns:
             raise LimitReached("max_turns")
-        step = Step(state_key=self.driver.state_key())
+        step, number = Step(state_key=self.driver.state_key()), len(steps)
         steps.append(step)
         try:
-            reply = await self.policy.complete(messages, tools, step=len(steps) - 1)
-        except LimitReached:
-            steps.pop()
+            reply = await self.policy.complete(messages, tools, step=number, **how)
+        except (LimitReached, ConfigError, TypeError, AttributeError, ValueError):  # nothing was fed
+            if len(steps) == number + 1:  # else another agent has begun its turn meanwhile
+                steps.pop()
             raise
         step.action, step.generate_s, step.finish = reply.text, reply.seconds, reply.finish
-        messages.append(reply.message)
         return reply
 
     async def conclude(self, stop: StopReason) -> None:

@@ -60,8 +60,7 @@ class Episode:
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Runs a tool of the world and returns what the agent should be told, be it an error."""
         record = Call("", name, json.dumps(arguments, default=str), "ok")
-        steps, limit = self._stage.outcome.steps, self._stage.limits.max_tool_calls
-        if sum(len(step.calls) for step in steps) >= limit:
+        if _calls_so_far(self._stage) >= self._stage.limits.max_tool_calls:
             record.status = "refused"
         turn = await run_call(self._stage, SaidCall(name, arguments, record.arguments, "ok"), record)
         self._credit(turn)
@@ -119,34 +118,22 @@ class ChatClient:
         stop: list[str] | None = None,
     ) -> Reply:
         """The next turn of a conversation. Raises LimitReached when the episode has no turn left."""
-        steps, limits = self._stage.outcome.steps, self._stage.limits
         try:
-            if len(steps) >= limits.max_turns:
-                raise LimitReached("max_turns")
-            if sum(len(step.calls) for step in steps) >= limits.max_tool_calls:
+            if _calls_so_far(self._stage) >= self._stage.limits.max_tool_calls:
                 raise LimitReached("max_tool_calls")
-            step, number = Step(state_key=self._stage.driver.state_key()), len(steps)
-            steps.append(step)
-            try:
-                reply = await self._stage.policy.complete(
-                    messages, tools, agent=self._agent, step=number, max_tokens=max_tokens, stop=stop
-                )
-            except (LimitReached, ConfigError, TypeError, AttributeError, ValueError):  # nothing was sampled
-                if len(steps) == number + 1:
-                    steps.pop()
-                raise
+            reply = await self._stage.turn(messages, tools, agent=self._agent, max_tokens=max_tokens, stop=stop)
         except ConfigError:
             raise  # a request that means nothing: the program's to mend
         except (LimitReached, TroupeError) as error:
             self.stopped = error
             raise
-        self.stopped = None  # a program that made its history shorter goes on
-        step.action, step.generate_s, step.finish = reply.text, reply.seconds, reply.finish
+        self.stopped = None  # a program that made its history shorter, or asked again, goes on
         return reply
 
     def why_stopped(self) -> LimitReached | TroupeError | None:
-        """Why the policy would not answer this client, or that of another agent."""
-        return self.stopped or next((found for c in self._others.values() if (found := c.why_stopped())), None)
+        """Why the policy would not answer this client, or that of another agent; what broke comes before a limit."""
+        found = [self.stopped, *(client.why_stopped() for client in self._others.values())]
+        return min((why for why in found if why), key=lambda why: isinstance(why, LimitReached), default=None)
 
     async def close(self) -> None:
         """Ends the connections, which lead nowhere."""
@@ -204,14 +191,12 @@ def program(path: str) -> Loop:
         if stage.driver.failure is not None:  # whatever the program made of it
             raise stage.driver.failure from error
         stopped = client.why_stopped()
-        if error is not None:
-            # What the policy would not do comes back through libraries in many shapes: the cause itself is known here.
-            if isinstance(stopped, TroupeError):
-                raise stopped from error
-            if stopped is None:
-                if isinstance(error, TroupeError) and not isinstance(error, InvalidAction):
-                    raise error
-                raise ProgramFailed(f"the program '{path}' raised {type(error).__name__}: {told(error)}") from error
+        if isinstance(stopped, TroupeError):  # it comes back through libraries in many shapes: the cause itself is known here
+            raise stopped from error
+        if error is not None and stopped is None:
+            if isinstance(error, TroupeError) and not isinstance(error, InvalidAction):
+                raise error
+            raise ProgramFailed(f"the program '{path}' raised {type(error).__name__}: {told(error)}") from error
         steps = stage.outcome.steps
         if isinstance(stopped, LimitReached):
             await stage.conclude(stopped.stop)
@@ -244,6 +229,10 @@ def _load(path: str) -> Callable[[ChatClient, Episode], Awaitable[Any]]:
             raise ConfigError(f"agent.program: there is no '{name}' in '{module_name}'.{nearest(name, vars(module))}")
         raise ConfigError(f"agent.program: '{name}' in '{module_name}' is not an async function: define it with `async def`")
     return function
+
+
+def _calls_so_far(stage: Stage) -> int:
+    return sum(len(step.calls) for step in stage.outcome.steps)
 
 
 def _message(reply: Reply) -> dict[str, Any]:

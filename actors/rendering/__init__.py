@@ -170,6 +170,14 @@ def context_window(folder: str) -> int:
     return int(found.get("max_position_embeddings") or 0)
 
 
+def text_of(message: Message) -> str:
+    """The text of a message, whose content is a string, a list of parts, or nothing."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+    return content if isinstance(content, str) else ""
+
+
 def until(text: str, stops: list[str]) -> tuple[str, bool]:
     """`text` before the stop string that is complete first, and whether there is one. It was sampled, but is not said."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
@@ -277,13 +285,10 @@ def _guarded(message: Message, tokenizer: PlainTokenizer) -> Message:
     role = str(message.get("role"))
     if (role := _ROLES.get(role, role)) not in _ROLES.values():
         raise ConfigError(f"a message of role '{role}': roles are {', '.join(_ROLES.values())}")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    if not isinstance(content, str | None):
+    if not isinstance(content := message.get("content"), str | list | None):
         raise ConfigError(f"the content of a message is {type(content).__name__}, not text")
     kept: Message = _each_text({key: value for key, value in message.items() if key in _GUARDED}, guard)
-    return {**message, **kept, "role": role, "content": guard(content or "")}
+    return {**message, **kept, "role": role, "content": guard(text_of(message))}
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

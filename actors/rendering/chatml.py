@@ -23,6 +23,7 @@ from renderers import (
 )
 from renderers.configs import BaseRendererConfig
 
+from troupe.actors.rendering import text_of
 from troupe.protocol.errors import ConfigError
 
 THINK, END_THINK = "<think>", "</think>"
@@ -76,7 +77,7 @@ class ChatMLRenderer:
         )
         first = messages[0] if messages else {}
         has_system = first.get("role") == "system"
-        head = [_text(first) if has_system else self.config.default_system] + [_described(tools)] * bool(tools)
+        head = [text_of(first) if has_system else self.config.default_system] + [_described(tools)] * bool(tools)
         system = "\n\n".join(part for part in head if part)
         if not has_system and system:
             self._add(made, -1, "system", system)
@@ -110,7 +111,7 @@ class ChatMLRenderer:
             self._emit(made, -1, [self._end], [False])
         self._emit(made, -1, self._newline)
         for index, message in enumerate(new_messages):
-            self._add(made, index, message.get("role") or "", _text(message))
+            self._add(made, index, message.get("role") or "", text_of(message))
         self._open(made)
         return made
 
@@ -157,17 +158,9 @@ class ChatMLRenderer:
         made.is_content += content or [False] * len(ids)
 
 
-def _text(message: Any) -> str:
-    """The text of a message whose content is a string or a list of parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return content if isinstance(content, str) else ""
-
-
 def _spoken(message: Any) -> str:
     """What an agent would have written to say this message, calls and thoughts included."""
-    text = _text(message)
+    text = text_of(message)
     if thoughts := message.get("reasoning_content"):
         text = f"{THINK}{thoughts}{END_THINK}{text}"
     for call in message.get("tool_calls") or []:

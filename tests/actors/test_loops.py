@@ -386,6 +386,12 @@ async def swallowing(client: ChatClient, episode: Episode) -> None:
         await episode.call("explode", {})
 
 
+async def deaf(client: ChatClient, episode: Episode) -> str:
+    with contextlib.suppress(Exception):
+        await client.openai.chat.completions.create(model="any", messages=[{"role": "user", "content": "go"}])
+    return "7"
+
+
 async def compacting(client: ChatClient, episode: Episode) -> str:
     talk: list[Any] = [{"role": "user", "content": "some words " * 30}]
     talk += [(await client.complete(talk)).message, {"role": "user", "content": "more words " * 30}]
@@ -468,6 +474,15 @@ async def test_however_a_program_fails_its_episode_breaks_by_name(renderings, ha
 async def test_a_failure_of_the_world_that_a_program_swallows_still_breaks_the_episode(renderings):
     with pytest.raises(EnvironmentFailed, match="boom"):
         await play(here(swallowing), Desk(), renderings["tiny"], ["x"])
+
+
+async def test_a_policy_that_did_not_answer_breaks_the_episode_even_if_the_program_swallows_it(renderings, monkeypatch):
+    async def down(self: Speaker, request: Generate) -> Generated:
+        raise TimedOut("generator-0.generate has not answered for 120 s")
+
+    monkeypatch.setattr(Speaker, "generate", down)
+    with pytest.raises(TimedOut, match="generator-0"):
+        await play(here(deaf), Desk(), renderings["tiny"], [])
 
 
 async def test_an_answer_of_a_program_is_judged_even_if_its_agent_said_nothing(renderings):
