@@ -24,6 +24,7 @@ from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
+from troupe.actors.watch import Watch
 from troupe.envs import registry
 from troupe.protocol.errors import ActorLost, EnvironmentFailed, NotReady, TimedOut
 from troupe.protocol.messages import (
@@ -62,6 +63,7 @@ class Director:
         self._context, self._config = context, config
         self._world = registry.find(config.env.name)
         self._ledger = Ledger(folder, context.clock)
+        self._watch = Watch(config, self._ledger, self._ledger.say)
         rollout = config.rollout
         turns = config.env.max_turns or self._world.max_turns
         self._limits = Limits(
@@ -146,6 +148,7 @@ class Director:
             events=self._ledger.events_since(message.since),
             events_total=self._ledger.events_total,
             finished=self._finished,
+            health=self._watch.state,
         )
 
     async def health(self, message: Ping) -> Health:
@@ -168,20 +171,19 @@ class Director:
                 break
         self._step = status.step
         self._ledger.resume_at(status.step)
+        self._watch.look(status.step)
         await self._publish(company, await company.patiently("learner.weights", lambda: learner.weights(GetWeights())))
+        if self._ledger.metrics.get("step", 0) < self._step:  # the director before died with the figures of this step
+            await self._advance(company, self._step)
         if self._step == 0:
             await self._evaluate(company, "first")
         else:
             self._ledger.say(f"going on after step {self._step}")
         while self._step < config.steps:
             self._phase = "training"
-            began = self._context.clock.now()
-            batch = await self._batch(self._step + 1)
-            waited = self._context.clock.now() - began
-            trained = await self._train_and_publish(company, batch)
-            self._step = trained.step
-            await self._measure(company, trained, batch.count, waited, self._context.clock.now() - began)
-            if self._step % config.checkpoint_every == 0 and self._step < config.steps:
+            await self._advance(company, self._step + 1)
+            restarted = self._watch.treatment(self._step)[1] is not None  # what it restarted from may be dropped at any save
+            if (self._step % config.checkpoint_every == 0 or restarted) and self._step < config.steps:
                 with contextlib.suppress(ActorLost, NotReady):  # a later one will do
                     await self._checkpoint()
             if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
@@ -192,6 +194,15 @@ class Director:
         self._phase, self._finished = "finished", True
         await self._summarise()
         self._ledger.note("finished", step=self._step)
+
+    async def _advance(self, company: Company, step: int) -> None:
+        """Trains `step`, publishes its weights and writes down what was measured."""
+        began = self._context.clock.now()
+        batch = await self._batch(step)
+        waited = self._context.clock.now() - began
+        trained = await self._train_and_publish(company, batch)
+        self._step = trained.step
+        await self._measure(company, trained, batch.count, waited, self._context.clock.now() - began)
 
     async def _cold_start(self, company: Company) -> None:
         """Supervised steps on what the scripted player shows."""
@@ -276,7 +287,8 @@ class Director:
                 status = await within(60.0, "learner.status", self._learner.status(Ping()))
                 replay = min(status.step + 1, batch.step)
                 work = batch if replay == batch.step else await self._batch(replay)
-                trained = await within(_STEP_S, "learner.train", self._learner.train(Train(work)))
+                message = Train(work, *self._watch.treatment(replay))
+                trained = await within(_STEP_S, "learner.train", self._learner.train(message))
                 if trained.step == batch.step:
                     await self._publish(company, trained.weights)
                     return trained
@@ -335,7 +347,10 @@ class Director:
             **busy,
             **trained.metrics,
         )
-        await self._summarise()
+        try:
+            self._watch.look(trained.step)
+        finally:
+            await self._summarise()
 
     async def _hear(self) -> None:
         """Passes on what the dispatcher has to say. Raises what broke it."""

@@ -59,6 +59,10 @@ class Trains(Protocol):
 
     def restore(self, folder: str) -> None: ...
 
+    def adjust(self, changes: Mapping[str, Any]) -> None: ...
+
+    def roll_back(self, folder: str) -> None: ...
+
 
 class Learner:
     """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`."""
@@ -110,7 +114,7 @@ class Learner:
 
     async def train(self, message: Train) -> Trained:
         """One training step; asked again for the step that it has just done, it answers the same. Raises NotReady
-        unless the batch is for the step after the learner's."""
+        unless the batch is for the step after the learner's, and CheckpointError if it is to restart from one that is gone."""
         async with self._working:
             if message.batch.step == self._trainer.step:
                 return Trained(self._trainer.step, self._weights or await self._publish(), self._measured)
@@ -119,7 +123,14 @@ class Learner:
                     f"the learner is at step {self._trainer.step} and was given a batch for step {message.batch.step}"
                 )
             table = await self._context.blobs.get(message.batch.trajectories)
-            self._measured = await self._work(lambda: self._trainer.train(from_table(table)))
+
+            def train() -> dict[str, float]:
+                self._trainer.adjust(message.settings)
+                if message.restart is not None:
+                    self._trainer.roll_back(os.path.join(self._folder, f"step-{message.restart}"))
+                return self._trainer.train(from_table(table))
+
+            self._measured = await self._work(train)
             return Trained(self._trainer.step, await self._publish(), self._measured)
 
     async def weights(self, message: GetWeights) -> Weights:

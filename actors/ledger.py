@@ -19,6 +19,8 @@ from troupe.actors.evaluator import read_evaluations
 from troupe.protocol.messages import DispatcherStatus
 
 _EVENTS_KEPT = 1000
+_ROWS_KEPT = 2000
+"""Metrics that are kept in memory, for the detectors of a collapse."""
 
 
 class Ledger:
@@ -35,6 +37,10 @@ class Ledger:
         self._wall_before = self._known_summary().get("wall_s", 0.0)
         self.metrics: dict[str, Any] = {}
         self.history: list[float] = []
+        self.rows: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        journal_rows = self._rows("journal.jsonl")
+        self.alarms = [row for row in journal_rows if row.get("event") == "alarm"]
+        self.remedies = [row for row in journal_rows if row.get("event") == "remedy"]
         self._board: Any = None
 
     # -- journal -----------------------------------------------------------------------------------------------------
@@ -48,6 +54,22 @@ class Ledger:
         self._events.append(text)
         self.events_total += 1
         self.note("said", text=text)
+
+    def warn(self, step: int, kind: str, **details: Any) -> bool:
+        """Notes an alarm of the health of `step`; False if it was noted before, by a director that then died."""
+        return self._once(self.alarms, "alarm", step=step, kind=kind, **details)
+
+    def treat(self, step: int, action: str, changes: dict[str, Any], restart: int | None) -> bool:
+        """Notes what is done about it from the next step on (see `health.in_force`); False if it was noted before."""
+        return self._once(self.remedies, "remedy", step=step, action=action, changes=changes, restart=restart)
+
+    def _once(self, known: list[dict[str, Any]], event: str, **details: Any) -> bool:
+        name = "kind" if event == "alarm" else "action"
+        if any((row["step"], row[name]) == (details["step"], details[name]) for row in known):
+            return False
+        self.note(event, **details)
+        known.append({"event": event, **details})
+        return True
 
     def died(self, actor: str, reason: str) -> None:
         """A child died."""
@@ -79,6 +101,7 @@ class Ledger:
         journal.keep(self.path("metrics.jsonl"), lambda row: row["step"] <= step)
         rows = self._rows("metrics.jsonl")
         self.history = [float(row.get("success", 0.0)) for row in rows]
+        self.rows.extend(rows[-_ROWS_KEPT:])
         if rows:
             self.metrics = dict(rows[-1])
             self._tokens = int(rows[-1]["tokens_trained"])
@@ -89,6 +112,7 @@ class Ledger:
         row = {"step": step, "time": self._clock.now(), "tokens_trained": self._tokens, **values}
         journal.append(self.path("metrics.jsonl"), **row)
         self.metrics = row
+        self.rows.append(row)
         self.history.append(float(values.get("success", 0.0)))
         self._to_board(step, values)
 
@@ -129,6 +153,8 @@ class Ledger:
             "eval": {name: _score(scores, at) for name, at in (("first", 0), ("last", -1))},
             "reward": {name: rows[at].get("reward_mean") if rows else None for name, at in (("first", 0), ("last", -1))},
             "weights": weights,
+            "alarms": [{name: row[name] for name in ("step", "kind", "since_step", "seen")} for row in self.alarms],
+            "remedies": [{name: row[name] for name in ("step", "action", "changes", "restart")} for row in self.remedies],
             **more,
         }
         temporary = self.path("summary.json.tmp")

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
+from troupe.learner.health.settings import HealthConfig
 
 
 class _Section(BaseModel):
@@ -134,6 +135,7 @@ class RunConfig(_Section):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     cold_start: ColdStartSettings = Field(default_factory=ColdStartSettings)
     eval: EvalSettings = Field(default_factory=lambda: EvalSettings())
+    health: HealthConfig = Field(default_factory=HealthConfig)
 
     def model_settings(self, folder: str) -> ModelConfig:
         """What learner and generator load: the model in `folder` with this recipe's dtype and adapter."""

@@ -38,6 +38,10 @@ def train(
     model: Annotated[str | None, typer.Option(help="model: a folder, or the name of a fetched one")] = None,
     env_actors: Annotated[int | None, typer.Option(help="environment pool actors")] = None,
     generators: Annotated[int | None, typer.Option(help="generator replicas")] = None,
+    on_collapse: Annotated[
+        list[str] | None,
+        typer.Option(help="what the run may do when its health alarms: filter, clip_higher, roll_back, stop, … (repeatable)"),
+    ] = None,
     serve: Annotated[bool, typer.Option(help="open the HTTP door while training")] = False,
     port: Annotated[int, typer.Option(help="port of the HTTP door")] = 8000,
     address: ADDRESS = None,
@@ -57,7 +61,7 @@ def train(
     from troupe.protocol.errors import ConfigError
 
     flags: dict[str, Any] = {"seed": seed, "steps": steps, "env.name": env, "model.path": model}
-    flags |= {"env.actors": env_actors, "generator.replicas": generators}
+    flags |= {"env.actors": env_actors, "generator.replicas": generators, "health.on_collapse": on_collapse or None}
     overrides = [*(set_ or []), *(f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None)]
     if resume:
         if recipe or run_dir:

@@ -70,6 +70,7 @@ class Progress:
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
                 f"staleness {m.get('staleness_mean', 0):.1f}",
             ]
+            lines.append(f"health   {status.health}")
             done, total = status.step, status.steps
         else:
             loss = m.get("cold_start_loss")

@@ -100,7 +100,7 @@ def assemble(trajectories: list[Trajectory], config: LearnerConfig) -> TrainingB
         trajectory=np.zeros(0, np.int64),
         spans=[],
         order=[_sample_order(t) for t in ordered],
-        metrics=_metrics(everything, rewards, keep),
+        metrics=_metrics(everything, keep),
         idle=idle,
     )
     rollout, version, owner = [batch.rollout], [batch.version], [batch.trajectory]
@@ -184,13 +184,8 @@ def _groups(ordered: list[Trajectory]) -> list[list[Trajectory]]:
     return list(members.values())
 
 
-def _metrics(trajectories: list[Trajectory], groups: list[Array], keep: Any) -> dict[str, float]:
-    rewards = np.array([t.reward for t in trajectories])
+def _metrics(trajectories: list[Trajectory], keep: Any) -> dict[str, float]:
     return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": _std(rewards),
-        "group_reward_std": float(np.mean([_std(group) for group in groups])),
-        "equal_groups": float(np.mean([not (group != group[0]).any() for group in groups])),
         "kept_groups": float(np.mean(list(keep))),
         "success": float(np.mean([t.reward > 0 if t.success is None else t.success for t in trajectories])),
         "turns": float(np.mean([len(t.steps) for t in trajectories])),
@@ -261,7 +256,3 @@ def _sample_order(trajectory: Trajectory) -> Indices:
     starts = np.cumsum([0, *(len(node.logprobs) for node in trajectory.nodes)])
     order = list(dict.fromkeys(node for branch in trajectory.branches() for node in branch))
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(starts[i], starts[i + 1]) for i in order)])
-
-
-def _std(values: Array) -> float:
-    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

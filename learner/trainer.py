@@ -28,6 +28,7 @@ from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.learner.correct import importance, over_sequences
 from troupe.learner.critic import Critic
 from troupe.learner.errors import BatchError, Diverged
+from troupe.learner.health import signals
 from troupe.learner.kl import divergence
 from troupe.learner.losses import Tokens
 from troupe.learner.model import Tensors, load, parameters_of, tensors_of
@@ -48,7 +49,7 @@ class Trainer:
     def __init__(self, config: LearnerConfig, model: ModelConfig, *, seed: int) -> None:
         """Loads the model. Raises ConfigError for a model that cannot be used, or parts that do not fit together."""
         composition.check(config, model)
-        self.config = config
+        self.config = self._given = config
         self.model_config = model
         self.seed = seed
         self.step = 0
@@ -138,8 +139,7 @@ class Trainer:
         The loss is Σ w·ℓ over all policy tokens of an optimiser step, w being the importance weight (`correct`), made one
         number by `aggregate`. teacher: for distillation, logprobs [policy tokens, in node order] by id of trajectory.
         Returns metrics; per-token means are over the policy tokens of the groups that train:
-        - of the rewards: reward_mean, reward_std, group_reward_std (mean over groups), equal_groups (share of groups
-          with nothing to compare), kept_groups (share that the filter kept), success, turns;
+        - of the whole batch, before the filter: `health.signals`, success, turns, kept_groups (share that the filter kept);
         - of the policy before the step: entropy (nats), lp_gap_* (see `agreement`), staleness_mean (versions between
           sampling and now), kl_reference;
         - of the step: loss, clip_fraction (and other figures of the loss), grad_norm (before clipping, mean over
@@ -160,7 +160,8 @@ class Trainer:
                 # with one optimiser step a pass, its own forward pass is made with the old weights
                 self._optimise(part, run, lr, fresh=index == 0 and not self._looks_first)
         age = self.step - batch.version
-        metrics = {**batch.metrics, **told, **run.metrics(), **agreement(run.old, run.rollout, age)}
+        metrics = {**signals(trajectories), **batch.metrics, **told, **run.metrics()}
+        metrics |= agreement(run.old, run.rollout, age)
         metrics |= {"kl": self._kl(batch, run), "lr": lr, "staleness_mean": float(age.mean())}
         self.step += 1
         metrics["learn_s"] = time.perf_counter() - started
@@ -395,6 +396,20 @@ class Trainer:
         if self._reference is not None and "reference" in state.optimiser:
             self._reference.load_state_dict(state.optimiser["reference"])
         self.step = state.step
+
+    # -- remedies ----------------------------------------------------------------------------------------------------
+
+    def adjust(self, changes: Mapping[str, Any]) -> None:
+        """Trains with `changes` of [learner] from here on, in place of those of an earlier call. Raises ConfigError."""
+        config = LearnerConfig.model_validate({**self._given.model_dump(), **changes})
+        composition.check(config, self.model_config)
+        self.config = config
+
+    def roll_back(self, folder: str | Path) -> None:
+        """Takes over weights and optimiser of a checkpoint, but no step: the next one goes on with the count."""
+        step = self.step
+        self.restore(folder)
+        self.step = step
 
 
 class _Step:

@@ -76,6 +76,10 @@ class ActorLost(TroupeError):
     """The actor that was called died or cannot be reached; the call may or may not have been executed."""
 
 
+class Unhealthy(TroupeError):
+    """A run stopped itself, because its recipe says so for what its health shows."""
+
+
 class TimedOut(TroupeError):
     """Another party did not answer in time; the message names it."""
 

@@ -436,10 +436,16 @@ class ColdStart:
 
 @dataclass(slots=True)
 class Train:
-    """One training step on `batch`; produces version `batch.step`."""
+    """One training step on `batch`; produces version `batch.step`.
+
+    settings: keys of [learner] that a remedy has changed, with their values in this step. restart: the step begins with the
+    weights and the optimiser of the checkpoint of that step, instead of the learner's own.
+    """
 
     __pydantic_config__ = _CONFIG
     batch: Batch
+    settings: dict[str, Any] = field(default_factory=dict)
+    restart: int | None = None
 
 
 @dataclass(slots=True)
@@ -509,7 +515,10 @@ class GetStatus:
 
 @dataclass(slots=True)
 class RunStatus:
-    """What the terminal shows. `metrics` is the last line of metrics.jsonl, `history` the success rate a step."""
+    """What the terminal shows.
+
+    metrics: the last line of metrics.jsonl. history: the success rate of each step. health: "ok", or what holds now.
+    """
 
     __pydantic_config__ = _CONFIG
     phase: str
@@ -523,6 +532,7 @@ class RunStatus:
     events: list[str]
     events_total: int
     finished: bool = False
+    health: str = "ok"
     error: str = ""
 
 

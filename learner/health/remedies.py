@@ -1,25 +1,20 @@
 """What may be done about an alarm, as data: which settings of [learner] change, or what the run does.
 
 The first remedy of a kind is the mildest; one whose `changes` are empty has been taken already, so the next applies.
+What was done to a run is data too: rows with step (after which it was done), action, changes of [learner], and restart
+(of a roll back: the step of the checkpoint). The same rows give the same settings for a step, so it can be replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from troupe.learner.config import LearnerConfig
+from troupe.learner.health.settings import Action
 
 Kind = Literal["reward_variance_cliff", "entropy_collapse", "gradient_spike", "reward_hacking", "echo"]
-Action = Literal[
-    "filter",  # train on fewer, more varied groups
-    "clip_higher",  # let unlikely tokens rise further
-    "entropy_bonus",  # pay for staying unsure
-    "slower",  # smaller steps
-    "roll_back",  # go on from the newest checkpoint at or before the alarm's `since_step`
-    "stop",  # end the run; a person looks at it
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,7 @@ class Remedy:
     """One thing to do. `say`: in words, for people.
 
     Keys of [learner]: put are replaced; at_least are raised to the number given; times are multiplied by it. None of
-    them: the run itself does it.
+    them: the run itself does it. loss: the only one that it makes sense for.
     """
 
     action: Action
@@ -35,9 +30,12 @@ class Remedy:
     put: Mapping[str, Any] = field(default_factory=dict)
     at_least: Mapping[str, float] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
+    loss: str = ""
 
     def changes(self, config: LearnerConfig) -> dict[str, Any]:
         """Keys of [learner] that would change, with their new values; empty if it would change nothing."""
+        if self.loss and config.loss != self.loss:
+            return {}
         wanted = {
             **self.put,
             **{name: max(getattr(config, name), low) for name, low in self.at_least.items()},
@@ -52,7 +50,10 @@ _FILTER = Remedy(
     put={"filter": "top_std", "filter_value": 0.25},
 )
 _CLIP_HIGHER = Remedy(
-    "clip_higher", "let unlikely tokens rise (learner.clip_high = 0.28 or more)", at_least={"clip_high": 0.28}
+    "clip_higher",
+    "let unlikely tokens rise (learner.clip_high = 0.28 or more)",
+    at_least={"clip_high": 0.28},
+    loss="ppo_clip",  # elsewhere clip_high is another quantity: GSPO's is 0.0004
 )
 _ENTROPY = Remedy("entropy_bonus", "pay for entropy (learner.entropy_coef = 0.001)", at_least={"entropy_coef": 0.001})
 _SLOWER = Remedy("slower", "halve learner.lr", times={"lr": 0.5})
@@ -75,3 +76,24 @@ REMEDIES: dict[Kind, tuple[Remedy, ...]] = {
 def advice(kind: Kind) -> str:
     """The two mildest remedies of `kind`, in words."""
     return " or ".join(remedy.say for remedy in REMEDIES[kind][:2])
+
+
+def choose(kind: Kind, config: LearnerConfig, allowed: Collection[Action], taken: Collection[Action]) -> Remedy | None:
+    """The mildest remedy that is allowed and changes something. taken: what the run itself has done already."""
+    for remedy in REMEDIES[kind]:
+        by_run = not (remedy.put or remedy.at_least or remedy.times)
+        if remedy.action in allowed and (remedy.action not in taken if by_run else remedy.changes(config)):
+            return remedy
+    return None
+
+
+def in_force(done: Iterable[Mapping[str, Any]], step: int) -> tuple[dict[str, Any], int | None]:
+    """What the rows in `done` mean for training step `step`: changed keys of [learner], and the checkpoint it starts from."""
+    changes: dict[str, Any] = {}
+    restart: int | None = None
+    for row in done:
+        if row["step"] < step:
+            changes |= row["changes"]
+        if row["step"] == step - 1 and row["restart"] is not None:
+            restart = row["restart"]
+    return changes, restart

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Action = Literal[
+    "filter",  # train on fewer, more varied groups
+    "clip_higher",  # let unlikely tokens rise further
+    "entropy_bonus",  # pay for staying unsure
+    "slower",  # smaller steps
+    "roll_back",  # go on from the newest checkpoint at or before the alarm's `since_step`
+    "stop",  # end the run; a person looks at it
+]
 
 
 class HealthConfig(BaseModel):
-    """Thresholds of the detectors. A row is the metrics of one training step."""
+    """[health]: when the run warns of a collapse, and what it may do by itself. A row is the metrics of one step."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
-    memory: int = Field(100, ge=4, description="rows that are looked at; a change slower than this is not seen")
+    on_collapse: tuple[Action, ...] = Field(
+        (),
+        description="what the run may do by itself on an alarm, the mildest that helps first: filter, clip_higher, "
+        "entropy_bonus, slower, roll_back, stop (see docs/health.md); empty: it only tells",
+    )
+
+    memory: int = Field(100, ge=4, le=1000, description="rows that are looked at; a change slower than this is not seen")
     min_rows: int = Field(15, ge=4, description="rows that a detector needs before it says anything")
     window: int = Field(5, ge=1, description="newest rows that are compared, as one mean, with those before")
     margin: float = Field(

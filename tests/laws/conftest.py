@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import random
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class DigestTrainer:
         self.world = world
         self.step = 0
         self.digest = b"cold"
+        self.settings: dict[str, Any] = {}
 
     def cold_start(self, tokens: Any, supervised: Any, *, steps: int, batch: int, progress: Any = None) -> dict[str, float]:
         for array in tokens:
@@ -103,7 +105,9 @@ class DigestTrainer:
             for sample in trajectory.samples():
                 content = sample.tokens.tobytes() + sample.mask.tobytes() + sample.logprobs.tobytes()
                 self.digest = hashlib.blake2b(self.digest + content, digest_size=16).digest()
+        self.digest += json.dumps(self.settings).encode() * bool(self.settings)
         self.step += 1
+        self.world.treated[self.step] = dict(self.settings)
         self.world.trained.append((self.step, [t.id for t in trajectories]))
         for trajectory in trajectories:
             assert trajectory.kind == "train" and trajectory.status == "completed"
@@ -113,6 +117,7 @@ class DigestTrainer:
             "policy_tokens": float(sum(t.policy_tokens for t in trajectories)),
             "reward_mean": float(np.mean([t.reward for t in trajectories])),
             "success": float(np.mean([bool(t.success) for t in trajectories])),
+            "entropy": 1.0 if self.step < self.world.collapse_at else 0.01,
         }
 
     def tensors(self) -> dict[str, np.ndarray]:
@@ -126,6 +131,15 @@ class DigestTrainer:
     def restore(self, folder: str) -> None:
         known = json.loads(Path(folder, "state.json").read_text())
         self.step, self.digest = known["step"], bytes.fromhex(known["digest"])
+
+    def adjust(self, changes: Any) -> None:
+        self.settings = dict(changes)
+
+    def roll_back(self, folder: str) -> None:
+        step = self.step
+        self.restore(folder)
+        self.step = step
+        self.world.rolled_back.append((step, os.path.basename(folder)))
 
 
 @dataclass
@@ -141,6 +155,10 @@ class SimulatedRun:
     loads: list[tuple[str, int, str]] = field(default_factory=list)
     sampled: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     crashes: list[tuple[float, str]] = field(default_factory=list)
+    collapse_at: float = math.inf
+    """Step from which on the policy has next to no entropy."""
+    treated: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rolled_back: list[tuple[int, str]] = field(default_factory=list)
     simulation: Any = None
 
     def play(self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0) -> None:

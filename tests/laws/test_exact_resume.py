@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+
+
+def steps_measured(run):
+    return [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -12,6 +18,42 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
     stormy = simulated_run()
     stormy.play(seed, crashes=6, until_s=25.0)
     assert stormy.weights() == calm.weights(), stormy.crashes
+    assert steps_measured(stormy) == steps_measured(calm), stormy.crashes
+
+
+COLLAPSING = {
+    "steps": 14,
+    "keep_checkpoints": 2,
+    "learner": {"clip_high": 0.2},
+    "health": {"min_rows": 4, "window": 1, "hacking_rows": 6, "on_collapse": ["clip_higher"]},
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_that_changes_its_settings_by_itself_does_the_same_whoever_dies(simulated_run, seed):
+    runs = []
+    for crashes in (0, 6):
+        runs.append(simulated_run(**COLLAPSING))
+        runs[-1].collapse_at = 8
+        runs[-1].play(seed, crashes=crashes, until_s=40.0)
+    calm, stormy = runs
+    assert stormy.weights() == calm.weights(), stormy.crashes
+    assert stormy.treated == calm.treated
+    assert [calm.treated[step] for step in (8, 9, 14)] == [{}, {"clip_high": 0.28}, {"clip_high": 0.28}]
+    assert stormy.summary()["remedies"] == calm.summary()["remedies"]
+    assert stormy.summary()["alarms"] == calm.summary()["alarms"] != []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_that_rolls_back_does_so_once_from_a_checkpoint_before_the_alarm_whoever_dies(simulated_run, seed):
+    run = simulated_run(**{**COLLAPSING, "health": {**COLLAPSING["health"], "on_collapse": ["roll_back"]}})
+    run.collapse_at = 8
+    run.play(seed, crashes=6 * (seed > 0), until_s=40.0)
+    (remedy,) = run.summary()["remedies"]
+    assert remedy["step"] == 8 and remedy["restart"] <= run.summary()["alarms"][0]["since_step"]
+    # a learner that dies before its next checkpoint rolls back again, from the same one
+    assert set(run.rolled_back) == {(8, f"step-{remedy['restart']}")}, run.crashes
+    assert steps_measured(run) == list(range(1, 15))
 
 
 def test_the_same_seed_gives_the_same_run_event_by_event(simulated_run):
