@@ -59,6 +59,7 @@ def check(config: RunConfig) -> None:
     registry.make(world, config.env.options)
     loop = loops.choose(config.agent, world)
     composition.check(config.learner, config.model_settings(""))
+    _check_teacher(config)
     if config.model.path:
         from troupe.cluster.models import resolve
 
@@ -79,6 +80,20 @@ def check(config: RunConfig) -> None:
             f"world '{config.env.name}' has no corpus() to make a small policy's tokenizer from: name a pretrained model "
             "instead, for example --model smollm2-135m (model.path in a recipe)"
         )
+
+
+def _check_teacher(config: RunConfig) -> None:
+    from troupe.cluster.models import resolve
+    from troupe.learner import advantages
+
+    if "teacher" not in advantages.traits(advantages.find(config.learner.advantage)).needs:
+        return
+    if not config.learner.teacher:
+        raise ConfigError(
+            f"learner.advantage = '{config.learner.advantage}' learns from a teacher: name its model with learner.teacher, for "
+            "example RUN/checkpoints/step-100/model of another run"
+        )
+    config.learner.teacher = str(resolve(config.learner.teacher))
 
 
 def is_finished(folder: Path, config: RunConfig) -> bool:

@@ -91,6 +91,12 @@ class LearnerConfig(_Settings):
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decay rates")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients longer than this are scaled down to it")
 
+    objective: Literal["policy_gradient", "preference"] = Field(
+        "policy_gradient",
+        description="preference: direct preference optimisation on successful and failed trajectories of one task (ETO); "
+        "advantage and loss are then not used",
+    )
+
     # -- rewards and which of them train
     reward_parts: dict[str, float] = Field(
         default_factory=dict, description="weights of named parts of the rewards; a part that is not named counts once"
@@ -116,6 +122,9 @@ class LearnerConfig(_Settings):
     turn_lambda: float = Field(1.0, ge=0, le=1, description="decay of bi-level GAE's trace from turn to turn")
     gigpo_weight: float = Field(1.0, ge=0, description="ω: weight of GiGPO's step advantages beside those of episodes")
     gigpo_norm: Literal["mean", "mean-std"] = Field("mean", description="whether GiGPO also divides by the deviation")
+    teacher: str = Field(
+        "", description="model folder that distill learns from: of the same tokenizer, for example another run's checkpoint"
+    )
     pass_k: int = Field(4, ge=1, description="k of pass_at_k")
     aspo_delta: float = Field(-2.0, description="δ of ASPO; below 0 an early tool call is favoured")
     aspo_cap: float = Field(0.7, ge=0, lt=1, description="ASPO's bias is at most this share of the advantage")

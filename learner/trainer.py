@@ -37,6 +37,7 @@ from troupe.learner.packing import Entropy, Parts, Row, Trainable, logprobs, pre
 from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.reference import Reference
 from troupe.learner.schedule import cold_start_rate, learning_rate
+from troupe.protocol.errors import ConfigError
 from troupe.protocol.trajectory import Trajectory
 
 Progress = Callable[[int, int, float], None]
@@ -70,6 +71,7 @@ class Trainer:
         )
 
         self._reference = self._refer() if config.kl is not None else None
+        self._teacher = self._taught_by(config.teacher) if "teacher" in advantages.traits(self._estimator).needs else None
         self._critic: Critic | None = None
         if "values" in advantages.traits(self._estimator).needs:
             self._critic = Critic(self._parts, config, model, seed=seed, device=self._device)
@@ -134,10 +136,12 @@ class Trainer:
     # -- reinforcement -----------------------------------------------------------------------------------------------
 
     def train(self, trajectories: list[Trajectory], teacher: Mapping[str, Any] | None = None) -> dict[str, float]:
-        """One training step: `passes` × `minibatches` optimiser steps on completed trajectories of whole groups.
+        """One training step on completed trajectories of whole groups: `passes` × `minibatches` optimiser steps, or with
+        objective = "preference" what `prefer` does.
 
         The loss is Σ w·ℓ over all policy tokens of an optimiser step, w being the importance weight (`correct`), made one
-        number by `aggregate`. teacher: for distillation, logprobs [policy tokens, in node order] by id of trajectory.
+        number by `aggregate`. teacher: for distillation, logprobs [policy tokens, in node order] by id of trajectory,
+        instead of those of the configured teacher.
         Returns metrics; per-token means are over the policy tokens of the groups that train:
         - of the whole batch, before the filter: `health.signals`, success, turns, kept_groups (share that the filter kept);
         - of the policy before the step: entropy (nats), lp_gap_* (see `agreement`), staleness_mean (versions between
@@ -148,6 +152,8 @@ class Trainer:
 
         Raises BatchError before anything changes, and Diverged at the first optimiser step that would not be finite.
         """
+        if self.config.objective == "preference":
+            return self.prefer(trajectories)
         started = time.perf_counter()
         config = self.config
         batch = assemble(trajectories, config)
@@ -168,43 +174,53 @@ class Trainer:
         return metrics
 
     def prefer(self, trajectories: list[Trajectory]) -> dict[str, float]:
-        """One step of direct preference optimisation on (successful, failed) pairs of one task (see `preferences`).
+        """`passes` steps of direct preference optimisation on (successful, failed) pairs of one task (see `preferences`).
 
-        Returns dpo_loss, dpo_accuracy (share of pairs told apart the right way), dpo_margin, pairs, grad_norm, lr,
-        learn_s. Raises BatchError if no task has both, and Diverged.
+        Without any pair nothing is learned. Returns what `train` tells of the batch, and of the pairs, before the last step:
+        dpo_loss, dpo_accuracy (share told apart the right way), dpo_margin; pairs, grad_norm (mean), lr, learn_s. Raises
+        BatchError and Diverged.
         """
         started = time.perf_counter()
         batch = assemble(trajectories, self.config.model_copy(update={"filter": "all"}))
         self._check_sequences(batch.sequences)
         pairs = pairs_of(batch.trajectories)
-        if not pairs:
-            raise BatchError("no task has both a successful and a failed trajectory: there is nothing to prefer")
+        lr = learning_rate(self.config, self.step)
+        told = {"dpo_loss": 0.0, "dpo_accuracy": 0.0, "dpo_margin": 0.0}
+        norms = [0.0]
         paired = {i for pair in pairs for i in pair}
         sequences = [s for s, owner in zip(batch.sequences, batch.owner, strict=True) if owner in paired]
-        self._reference = self._reference or self._refer()
-        self._reference.follow(self.step)
         run = _Step(batch, self._device)
-        with self._reference.parts() as parts:
-            self._measure(sequences, run.reference, parts=parts)
-        self._measure(sequences, run.old)
-
-        sums = torch.zeros(len(batch.trajectories), dtype=torch.float64, device=self._device)
-        lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
-        margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
-        weight = weight.float()[run.trajectory]
-        for row in self._rows(sequences):
-            now, _ = logprobs(self._parts, row)
-            (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
-        lr = learning_rate(self.config, self.step)
-        norm = self._optimiser.step(lr)
+        if pairs:
+            self._reference = self._reference or self._refer()
+            self._reference.follow(self.step)
+            with self._reference.parts() as parts:
+                self._measure(sequences, run.reference, parts=parts)
+            norms = []
+        for _ in range(self.config.passes if pairs else 0):
+            self._measure(sequences, run.old)
+            sums = torch.zeros(len(batch.trajectories), dtype=torch.float64, device=self._device)
+            lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
+            margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
+            weight = weight.float()[run.trajectory]
+            for row in self._rows(sequences):
+                now, _ = logprobs(self._parts, row)
+                (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
+            norms.append(self._optimiser.step(lr))
+            told = {
+                "dpo_loss": -F.logsigmoid(margin).mean().item(),
+                "dpo_accuracy": (margin > 0).double().mean().item(),
+                "dpo_margin": margin.mean().item(),
+            }
+        age = self.step - batch.version
         self.step += 1
         return {
-            "dpo_loss": -F.logsigmoid(margin).mean().item(),
-            "dpo_accuracy": (margin > 0).double().mean().item(),
-            "dpo_margin": margin.mean().item(),
+            **signals(trajectories),
+            **batch.metrics,
+            **told,
             "pairs": float(len(pairs)),
-            "grad_norm": norm,
+            "grad_norm": sum(norms) / len(norms),
             "lr": lr,
+            "staleness_mean": float(age.mean()),
             "learn_s": time.perf_counter() - started,
         }
 
@@ -231,6 +247,11 @@ class Trainer:
                     run.value[row.where] = self._critic.values(row)
             values = run.value.double().cpu().numpy()
         old = run.old.double().cpu().numpy() if self._looks_first else None
+        if self._teacher is not None and teacher is None:
+            graded = torch.zeros_like(run.old)
+            self._measure(batch.sequences, graded, parts=self._teacher)
+            per_trajectory = batch.in_node_order(graded.double().cpu().numpy())
+            teacher = {t.id: lp for t, lp in zip(batch.trajectories, per_trajectory, strict=True)}
         given = credit(batch, self._estimator, config, values=values, old=old, penalty=penalty, teacher=teacher)
         run.credit(given.advantage)
         if self._critic is not None and values is not None:
@@ -323,6 +344,19 @@ class Trainer:
             lp[row.where] = found
             if entropy is not None:
                 entropy[row.where] = spread
+
+    def _taught_by(self, folder: str) -> Parts | None:
+        """The frozen teacher in `folder`; None if there is none, and its logprobs come with each batch."""
+        if not folder:
+            return None
+        model = load(ModelConfig(path=folder, dtype=self.model_config.dtype), seed=self.seed).requires_grad_(False)
+        theirs: Any = getattr(model, "config")  # noqa: B009
+        if theirs.vocab_size != self._limits.vocab_size:
+            raise ConfigError(
+                f"learner.teacher '{folder}' has {theirs.vocab_size} tokens and the policy {self._limits.vocab_size}: "
+                "name a model of the same tokenizer"
+            )
+        return prepare(model.to(self._device))
 
     def _refer(self) -> Reference:
         reset_every = self.config.kl.reset_every if self.config.kl is not None else 0

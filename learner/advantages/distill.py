@@ -1,8 +1,8 @@
 """On-policy distillation (GKD, arXiv:2306.13649; as a policy gradient: Lu and Thinking Machines Lab, 2025).
 
 The student's own tokens are graded by a teacher: A = log π_teacher − log π_old of each token, the negative of a
-one-sample estimate of the reverse KL divergence, undiscounted. Rewards are not used; the teacher's logprobs are given
-with the batch (`Trainer.train(trajectories, teacher=…)`).
+one-sample estimate of the reverse KL divergence, undiscounted. Rewards are not used. The teacher is the model
+`learner.teacher`, or its logprobs are given with the batch (`Trainer.train(trajectories, teacher=…)`).
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ TRAIN = [
     ((LAKE, "--model", "empty"), "model folder 'empty' has no config.json"),
     ((LAKE, "--model", "smollm2-135m"), "run `troupe models fetch smollm2-135m`"),
     ((LAKE, "--env", "frozen_lak"), "No environment 'frozen_lak'. Did you mean 'frozen_lake'?"),
+    ((LAKE, "--set", "learner.advantage=distill"), "name its model with learner.teacher"),
+    ((LAKE, "--on-collapse", "filtr"), "Input should be 'filter', 'clip_higher'"),
     ((LAKE, "--set", "env.options.sise=4"), "frozen_lake has no option 'sise'. Did you mean 'size'?"),
     (("--env", "no_such_module:World"), "environment 'no_such_module:World' cannot be imported: ModuleNotFoundError"),
     (("--env", "goood.py:Good"), "environment 'goood.py:Good': no file goood.py. Did you mean 'good.py'?"),

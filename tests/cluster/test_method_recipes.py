@@ -66,12 +66,14 @@ AGAINST_GRPO: dict[str, dict[str, Any]] = {
     "treepo": {"learner.advantage": "treepo"},
     "pass_at_k": {"learner.advantage": "pass_at_k"},
     "aspo": {"learner.advantage": "aspo"},
+    "eto": {"learner.objective": "preference", "learner.passes": 3, "learner.minibatches": 1, **NO_KL},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {  # what the method needs and a default already gives
     "starpo_s": {"gamma": 1.0, "gae_lambda": 1.0, "filter_value": 0.25, "clip_low": 0.2},
     "gigpo": {"gigpo_weight": 1.0, "gigpo_norm": "mean"},
     "pass_at_k": {"pass_k": 4},
     "aspo": {"aspo_delta": -2.0, "aspo_cap": 0.7},
+    "eto": {"dpo_beta": 0.1},
 }
 METHODS = """GRPO, Dr. GRPO, DAPO, GSPO, CISPO, StarPO, StarPO-S, GiGPO, Step-GRPO, ProRL, TreePO, Pass@k training, ToolRL,
 OTC-PO, ASPO, ReTool, ToRL, ETO, Search-R1, R1-Searcher, SWE-RL"""

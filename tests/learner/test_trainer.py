@@ -15,9 +15,10 @@ import torch
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.errors import BatchError, Diverged
 from troupe.learner.model import load
+from troupe.learner.tiny import make_tiny
 from troupe.learner.trainer import Trainer
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import CheckpointError
+from troupe.protocol.errors import CheckpointError, ConfigError
 from troupe.protocol.trajectory import Step, Trajectory
 
 Make = Callable[..., Trajectory]
@@ -327,8 +328,16 @@ def test_preferences_make_success_likelier_than_failure(tiny: str, make_trajecto
     for _ in range(8):
         last = t.prefer([good, bad])
     assert last["dpo_accuracy"] == 1 and last["dpo_loss"] < 0.6 and t.step == 9
-    with pytest.raises(BatchError, match="nothing to prefer"):
-        t.prefer([good])
+
+
+def test_a_step_on_preferences_without_a_pair_teaches_nothing_and_counts(tiny: str, make_trajectory: Make) -> None:
+    t = trainer(tiny, objective="preference", passes=2)
+    before = checksum_of(t.tensors())
+    told = t.train([make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 1.0)])
+    assert (told["pairs"], told["grad_norm"], told["success"], t.step) == (0, 0, 1, 1)
+    assert checksum_of(t.tensors()) == before
+    told = t.train([make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 0.0)])
+    assert told["pairs"] == 1 and told["grad_norm"] > 0 and checksum_of(t.tensors()) != before
 
 
 def test_distillation_moves_the_policy_to_its_teacher(tiny: str, batch: list[Trajectory]) -> None:
@@ -350,6 +359,29 @@ def test_distillation_moves_the_policy_to_its_teacher(tiny: str, batch: list[Tra
         t.train(batch)
     with pytest.raises(BatchError, match="policy token"):
         t.train(batch, teacher={x.id: [0.0] for x in batch})
+
+
+def test_a_teacher_that_is_named_grades_as_its_logprobs_given_with_the_batch_do(
+    tiny: str, batch: list[Trajectory], tmp_path: Path
+) -> None:
+    teacher = trainer(tiny)
+    with torch.no_grad():
+        for p in teacher.model.parameters():
+            p.mul_(3)
+    teacher.save(tmp_path / "teacher")
+    graded = {x.id: logprobs_of(teacher, x, x.sampling["temperature"]) for x in batch if len(list(x.samples())) == 1}
+    batch = [x for x in batch if x.id in graded]
+    named = trainer(tiny, advantage="distill", teacher=str(tmp_path / "teacher" / "model")).train(batch)
+    given = trainer(tiny, advantage="distill").train(batch, teacher=graded)
+    ungraded = trainer(tiny, advantage="grpo").train(batch)
+    for name in ("loss", "grad_norm"):
+        assert named[name] == pytest.approx(given[name], rel=1e-3) != pytest.approx(ungraded[name], rel=1e-3)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tiny: str, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", ["other words that make another vocabulary"], hidden=16, layers=1, heads=2, mlp=24)
+    with pytest.raises(ConfigError, match="same tokenizer"):
+        trainer(tiny, advantage="distill", teacher=str(other))
 
 
 @pytest.mark.parametrize("config", [{}, {"entropy_coef": 0.01}, {"advantage": "gae", "critic": {"kind": "separate"}}])
