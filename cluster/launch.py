@@ -60,6 +60,11 @@ def check(config: RunConfig) -> None:
     loop = loops.choose(config.agent, world)
     composition.check(config.learner, config.model_settings(""))
     _check_teacher(config)
+    if config.learner.advantage == "pass_at_k" and config.learner.pass_k > config.rollout.group_size:
+        raise ConfigError(
+            f"learner.pass_k = {config.learner.pass_k} of groups of {config.rollout.group_size} would teach nothing: make "
+            f"rollout.group_size at least {config.learner.pass_k}, or pass_k smaller"
+        )
     if config.model.path:
         from troupe.cluster.models import resolve
 

@@ -60,6 +60,7 @@ TRAIN = [
     ((LAKE, "--model", "empty"), "model folder 'empty' has no config.json"),
     ((LAKE, "--model", "smollm2-135m"), "run `troupe models fetch smollm2-135m`"),
     ((LAKE, "--env", "frozen_lak"), "No environment 'frozen_lak'. Did you mean 'frozen_lake'?"),
+    ((LAKE, "--set", "learner.advantage=pass_at_k", "--set", "learner.pass_k=9"), "rollout.group_size at least 9"),
     ((LAKE, "--set", "learner.advantage=distill"), "name its model with learner.teacher"),
     ((LAKE, "--on-collapse", "filtr"), "Input should be 'filter', 'clip_higher'"),
     ((LAKE, "--set", "env.options.sise=4"), "frozen_lake has no option 'sise'. Did you mean 'size'?"),
