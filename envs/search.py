@@ -112,9 +112,8 @@ class Search(ToolWorld):
         """Searches for one entity after another on the way to the answer. At random: for any, or says any fact."""
         if rng.random() < noise:
             one = rng.choice(self._index.entities)
-            return rng.choice(
-                [ToolCall("search", {"query": one.name}), f"<answer>{rng.choice(list(one.facts.values()))}</answer>"]
-            )
+            guess = f"<answer>{rng.choice(list(one.facts.values()))}</answer>"
+            return ToolCall("search", {"query": one.name}) if rng.random() < 0.5 else guess
         unseen = next((entity for entity in self.question.path if entity.name not in self.seen), None)
         return ToolCall("search", {"query": unseen.name}) if unseen else f"<answer>{self.question.answer}</answer>"
 

@@ -267,9 +267,9 @@ async def test_a_players_tool_calls_are_demonstrated_as_the_model_would_write_th
     shown = await pool.demonstrate(Demonstrate([Task("t/0", "search", "train", 0)], 0.0, 6, 0))
     assert shown.success == 1.0 and not shown.broken
     said = renderings[name].decode(shown.tokens[0][shown.supervised[0] == 1].tolist())
-    assert re.fullmatch(
-        r'(<tool_call>\n{"name": "search", "arguments": {"query": "[^"]+"}}\n</tool_call><.im_end.>){2}<answer>.+', said
-    )
+    said = said.replace("<think>\n\n</think>\n\n", "")  # as Qwen writes no thoughts
+    call = r'<tool_call>\n{"name": "search", "arguments": {"query": "[\w ]+"}}\n</tool_call><\|im_end\|>'
+    assert re.fullmatch(call + call + r"<answer>[\w ]+</answer><\|im_end\|>", said)
 
 
 async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(pool_of):

@@ -305,6 +305,18 @@ def test_with_the_reference_the_optimiser_can_be_reset(tiny: str, batch: list[Tr
     assert moments == {False: [{1}, {2}, {3}, {4}, {5}], True: [{1}, {2}, {1}, {2}, {1}]}
 
 
+def test_an_optimiser_that_forgets_its_moments_keeps_what_a_narrower_type_cannot_hold(
+    tiny: str, batch: list[Trajectory]
+) -> None:
+    t = trainer(tiny, BF16, lr=1e-5)
+    t.train(batch)
+    before = [master.clone() for master in t._optimiser.state_dict()["masters"]]
+    t._optimiser.forget()
+    after = t._optimiser.state_dict()
+    assert not after["adam"]["state"] and all(torch.equal(a, b) for a, b in zip(before, after["masters"], strict=True))
+    assert any((master != master.bfloat16().float()).any() for master in before)
+
+
 def test_a_stage_pays_from_its_step_on_also_after_a_restart(tiny: str, batch: list[Trajectory], scratch: Path) -> None:
     """Without its weight every return of the batch is equal: nothing is learned before the stage begins."""
     for t in batch:
