@@ -14,6 +14,7 @@ Owns its worlds and the trajectories that grow in it. Promises:
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -29,7 +30,7 @@ from troupe.actors.router import Router
 from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
 from troupe.envs import drive, registry
-from troupe.envs.base import TextWorld
+from troupe.envs.base import TextWorld, ToolCall
 from troupe.envs.drive import Driver
 from troupe.protocol.errors import (
     ActorLost,
@@ -302,5 +303,13 @@ class _Teacher:
         said = self._driver.play(self._rng, self._noise)
         if said is None:
             raise EpisodeError(f"world '{self._world.name}' has no scripted player: set cold_start.steps = 0 or define play()")
-        ids = np.asarray(self._rendering.speech({"role": "assistant", "content": said}), np.int32)
+        ids = np.asarray(self._rendering.speech(_message(said)), np.int32)
         return Generated(ids, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32), "stop", "teacher")
+
+
+def _message(said: str | ToolCall) -> rendering.Message:
+    """What the scripted player does, as a message of the agent."""
+    if isinstance(said, str):
+        return {"role": "assistant", "content": said}
+    function = {"name": said.name, "arguments": json.dumps(said.arguments)}
+    return {"role": "assistant", "content": "", "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}

@@ -61,7 +61,8 @@ def validate(data: dict[str, Any], where: str, text: str = "", overrides: list[s
     try:
         return RunConfig.model_validate(data)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
+        found = error.errors()
+        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])  # a misspelt key explains the rest
         keys = [str(part) for part in first["loc"]]
         name = ".".join(keys)
         line = _line_of(text, keys)
@@ -111,11 +112,17 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
 def _line_of(text: str, keys: list[str]) -> int:
     """Line (from 1) on which the dotted key is set, 0 if it is not in the file (an override, say)."""
     section: list[str] = []
+    tables: dict[tuple[str, ...], int] = {}  # of each [[array]], the number of the latest
     for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", line)
+        header = re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]+", line)
         if header:
-            section = [part.strip().strip("\"'") for part in header[1].split(".")]
-            if section == keys:
+            name = tuple(part.strip().strip("\"'") for part in header[2].split("."))
+            if header[1] == "[[":
+                tables[name] = tables.get(name, -1) + 1
+            section = []
+            for depth, part in enumerate(name, 1):
+                section += [part, str(tables[name[:depth]])] if name[:depth] in tables else [part]
+            if keys in (section, list(name)):
                 return number
             continue
         assignment = re.match(r"\s*([\w.\"'-]+)\s*=", line)
@@ -174,11 +181,12 @@ def explained(config: RunConfig) -> str:
     return "\n".join(_section(config, [])) + "\n"
 
 
-def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "") -> list[str]:
-    """A table: its meaning, its header, its own keys, then the tables in it."""
+def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "", array: bool = False) -> list[str]:
+    """A table: its meaning, its header (`array`: of one in an array of tables), its own keys, then the tables in it."""
     doc = (type(model).__doc__ or "").strip().partition("\n")[0]
     lines = [_comment(meaning or re.sub(r"^\[[^\]]*\]: *", "", doc))]
-    lines += [f"[{'.'.join(path)}]"] if path else []
+    header = f"[{'.'.join(path)}]"
+    lines += [f"[{header}]" if array else header] if path else []
     rows: list[tuple[str, str]] = []
     tables: list[str] = []
     for name, field in type(model).model_fields.items():
@@ -190,6 +198,9 @@ def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "") -> l
             inside = tomli_w.dumps({"table": value}).partition("\n")[2].rstrip()
             inside = inside.replace("\n[table.", f"\n[{'.'.join([*path, name])}.")
             tables += ["", _comment(meaning), f"[{'.'.join([*path, name])}]", *([inside] if inside else [])]
+        elif isinstance(value, list) and value and isinstance(value[0], pydantic.BaseModel):
+            for item in value:
+                tables += ["", *_section(item, [*path, name], meaning, array=True)]
         elif value is None:
             rows.append((f"# {name} =", meaning))
         else:

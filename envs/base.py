@@ -17,12 +17,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from troupe.protocol.errors import EnvironmentFailed, InvalidAction, TaskFailed
 from troupe.protocol.trajectory import Task
 
-__all__ = ["InvalidAction", "Task", "TextWorld", "Turn", "action_of", "belongs", "rng_of"]
+__all__ = ["InvalidAction", "Task", "TextWorld", "ToolCall", "Turn", "action_of", "belongs", "rng_of"]
 
 SPLITS = ("train", "heldout")
 
@@ -40,6 +40,13 @@ class Turn:
     done: bool = False
     success: bool | None = None
     parts: dict[str, float] = field(default_factory=dict)
+
+
+class ToolCall(NamedTuple):
+    """An action that is no message: the name of a tool, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
 
 
 class TextWorld:
@@ -89,8 +96,8 @@ class TextWorld:
     def close(self) -> None:
         """Releases what the world holds. Called once."""
 
-    def play(self, rng: random.Random, noise: float) -> str | None:
-        """The scripted player's next message, think block included; None if there is no player.
+    def play(self, rng: random.Random, noise: float) -> str | ToolCall | None:
+        """The scripted player's next message, think block included, or the tool that it calls; None if there is no player.
 
         noise: the share of its moves that are random, 0 to 1."""
         return None

@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from troupe.envs.base import Task, TextWorld, Turn, action_of
+from troupe.envs.base import Task, TextWorld, ToolCall, Turn, action_of
 from troupe.envs.drive import Driver
 from troupe.envs.registry import make
 from troupe.protocol.errors import BadArguments, ConfigError, EpisodeError, InvalidAction, TimedOut, UnknownTool
@@ -40,13 +40,6 @@ _TOLD = (InvalidAction, UnknownTool, BadArguments)  # what an agent is told whil
 
 _Found = tuple[bool | None, str]
 """ok and detail of a Finding."""
-
-
-class ToolCall(NamedTuple):
-    """An action that is no message."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 Action = str | ToolCall
@@ -142,7 +135,7 @@ def player_score(
 
 
 def _scripted(driver: Driver, rng: random.Random, noise: float) -> Agent:
-    def act(observation: str, turn: int) -> str:
+    def act(observation: str, turn: int) -> Action:
         message = driver.play(rng, noise)
         if message is None:
             raise ConfigError(f"{driver.name} has no scripted player: define play(self, rng, noise)")

@@ -39,7 +39,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from troupe.envs.base import Task, TextWorld, Turn, finite
+from troupe.envs.base import Task, TextWorld, ToolCall, Turn, finite
 from troupe.envs.tools import ToolWorld, lookup, observed, turn_of
 from troupe.protocol.errors import (
     BadArguments,
@@ -167,13 +167,13 @@ class Driver:
         """The state that the next action is taken from. Raises EnvironmentFailed."""
         return self._text("state_key", self.world.state_key)
 
-    def play(self, rng: Any, noise: float) -> str | None:
-        """The scripted player's next message, None if the world has no player. Raises EnvironmentFailed."""
+    def play(self, rng: Any, noise: float) -> str | ToolCall | None:
+        """The scripted player's next message or call, None if the world has no player. Raises EnvironmentFailed."""
         try:
             message = self.world.play(rng, noise)
         except Exception as error:
             raise self._failed("play", error) from error
-        return None if message is None else self._text("play", lambda: message)
+        return message if message is None or isinstance(message, ToolCall) else self._text("play", lambda: message)
 
     async def close(self) -> None:
         """Releases the world, once. A lost world is not waited for. Raises EnvironmentFailed or TimedOut."""

@@ -27,6 +27,7 @@ BUILT_IN = {
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
+    "search": "troupe.envs.search:Search",
     "stockroom": "troupe.envs.stockroom:Stockroom",
 }
 

@@ -7,9 +7,10 @@ tokens to one number), `kl` (to a frozen reference) and `schedule` (of the learn
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class _Settings(BaseModel):
@@ -47,6 +48,13 @@ class KlSettings(_Settings):
     reset_every: int = Field(
         0, ge=0, description="training steps after which the policy becomes the reference anew (ProRL); 0: never; not with LoRA"
     )
+    reset_optimiser: bool = Field(False, description="whether the optimiser then forgets its moments too (ProRL)")
+
+    @model_validator(mode="after")
+    def _resets(self) -> KlSettings:
+        if self.reset_optimiser and not self.reset_every:
+            raise ValueError("reset_optimiser is of no effect without a reset: set reset_every, or leave it out")
+        return self
 
 
 class CriticSettings(_Settings):
@@ -78,6 +86,13 @@ class OverlongSettings(_Settings):
         return self
 
 
+class StageSettings(_Settings):
+    """[[learner.stages]]: weights of named parts of the rewards, from a training step on."""
+
+    from_step: int = Field(ge=1, description="first training step of the stage; steps count from 1")
+    reward_parts: dict[str, float] = Field(description="the stage's weights, in place of learner.reward_parts")
+
+
 class LearnerConfig(_Settings):
     """How the policy's weights change."""
 
@@ -100,6 +115,9 @@ class LearnerConfig(_Settings):
     # -- rewards and which of them train
     reward_parts: dict[str, float] = Field(
         default_factory=dict, description="weights of named parts of the rewards; a part that is not named counts once"
+    )
+    stages: list[StageSettings] = Field(
+        default_factory=list, description="other reward_parts from a from_step on, for rewards that change during a run"
     )
     overlong: OverlongSettings | None = Field(None, description="punish episodes that come near their token limit")
     filter: str = Field(
@@ -190,3 +208,16 @@ class LearnerConfig(_Settings):
                 "tokens that an episode may generate"
             )
         return self
+
+    @field_validator("stages")
+    @classmethod
+    def _ascend(cls, stages: list[StageSettings]) -> list[StageSettings]:
+        starts = [stage.from_step for stage in stages]
+        if any(one >= other for one, other in itertools.pairwise(starts)):
+            raise ValueError(f"the stages begin at {', '.join(map(str, starts))}: let each begin after the one before it")
+        return stages
+
+    def at(self, step: int) -> LearnerConfig:
+        """As it is for training step `step` (from 1): with the weights of its stage, the last that has begun."""
+        begun = [stage for stage in self.stages if stage.from_step <= step]
+        return self.model_copy(update={"reward_parts": begun[-1].reward_parts}) if begun else self

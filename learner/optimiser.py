@@ -67,8 +67,12 @@ class Optimiser:
 
     def reset(self) -> None:
         """Forgets the moments, as after a change of objective, and takes the parameters as they are now."""
-        self._adam.state.clear()
+        self.forget()
         self.sync()
+
+    def forget(self) -> None:
+        """Starts the moments anew; the masters stay, with what a narrower type of the parameters cannot hold."""
+        self._adam.state.clear()
 
     @torch.no_grad()
     def sync(self) -> None:

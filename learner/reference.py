@@ -26,11 +26,13 @@ class Reference:
         self._copy: torch.nn.Module | None = None
         self._copied: Parts | None = None
 
-    def follow(self, step: int) -> None:
-        """To be called before each training step, with the steps done: takes a copy when it is time."""
-        due = self._reset_every and step and step % self._reset_every == 0
+    def follow(self, step: int) -> bool:
+        """To be called before each training step, with the steps done: takes a copy when it is time. Returns whether that
+        was a reset; the first copy is none."""
+        due = bool(self._reset_every and step and step % self._reset_every == 0)
         if self._config.lora is None and (self._copy is None or due):
             load_tensors(self._frozen(), tensors_of(self._model))
+        return due
 
     @contextmanager
     def parts(self) -> Iterator[Parts]:

@@ -235,7 +235,8 @@ class Trainer:
             )
         penalty = values = None
         if config.kl is not None and self._reference is not None:
-            self._reference.follow(self.step)
+            if self._reference.follow(self.step) and config.kl.reset_optimiser:
+                self._optimiser.forget()
             with self._reference.parts() as parts:
                 self._measure(batch.sequences, run.reference, parts=parts)
             if config.kl.where == "reward":
@@ -252,7 +253,8 @@ class Trainer:
             self._measure(batch.sequences, graded, parts=self._teacher)
             per_trajectory = batch.in_node_order(graded.double().cpu().numpy())
             teacher = {t.id: lp for t, lp in zip(batch.trajectories, per_trajectory, strict=True)}
-        given = credit(batch, self._estimator, config, values=values, old=old, penalty=penalty, teacher=teacher)
+        now = config.at(self.step + 1)
+        given = credit(batch, self._estimator, now, values=values, old=old, penalty=penalty, teacher=teacher)
         run.credit(given.advantage)
         if self._critic is not None and values is not None:
             run.target = torch.from_numpy(given.target).to(self._device)

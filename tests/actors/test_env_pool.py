@@ -260,6 +260,18 @@ async def test_demonstrations_are_the_teachers_turns_as_the_policy_would_have_sa
     assert "How many?" in found.decode(shown.tokens[0].tolist()) and "<|im_start|>" not in learned
 
 
+@pytest.mark.parametrize("name", ["tiny", "qwen3"])
+async def test_a_players_tool_calls_are_demonstrated_as_the_model_would_write_them(folder, monkeypatch, renderings, name):
+    monkeypatch.setattr(rendering, "load", lambda *_: renderings[name])
+    pool = EnvPool(Here(), "search", {"hops": 2}, folder, 4, agent=AgentSettings())  # type: ignore[arg-type]
+    shown = await pool.demonstrate(Demonstrate([Task("t/0", "search", "train", 0)], 0.0, 6, 0))
+    assert shown.success == 1.0 and not shown.broken
+    said = renderings[name].decode(shown.tokens[0][shown.supervised[0] == 1].tolist())
+    said = said.replace("<think>\n\n</think>\n\n", "")  # as Qwen writes no thoughts
+    call = r'<tool_call>\n{"name": "search", "arguments": {"query": "[\w ]+"}}\n</tool_call><\|im_end\|>'
+    assert re.fullmatch(call + call + r"<answer>[\w ]+</answer><\|im_end\|>", said)
+
+
 async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(pool_of):
     pool, _ = await pool_of("fine")
     with pytest.raises(EpisodeError, match=r"no scripted player: set cold_start.steps = 0 or define play"):

@@ -69,6 +69,38 @@ def test_a_wrong_type_is_named_with_its_line_and_value(recipe):
     assert message.startswith(f"{path} line 10: 'learner.passes' = 'two': ") and "integer" in message
 
 
+STAGES = """
+[[learner.stages]]
+from_step = 1
+[learner.stages.reward_parts]
+outcome = 0.0
+
+[[learner.stages]]
+from_step = 5
+reward_parts = { format = 0.0 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "reason"),
+    [
+        (
+            "from_step = 1",
+            "from_stp = 1",
+            13,
+            "unknown key 'learner.stages.0.from_stp'. Did you mean 'learner.stages",
+        ),
+        ("from_step = 5", "from_step = 0", 18, "'learner.stages.1.from_step' = 0: Input should be"),
+        ("outcome = 0.0", "outcome = 'no'", 15, "'learner.stages.0.reward_parts.outcome' = 'no': Input should be"),
+        ("format = 0.0", "format = 'no'", 19, "'learner.stages.1.reward_parts.format' = 'no': Input should be"),
+        ("from_step = 1", "from_step = 7", 12, "the stages begin at 7, 5: let each begin after the one before it"),
+    ],
+)
+def test_what_is_wrong_in_one_of_several_tables_is_named_with_its_line(recipe, old, new, line, reason):
+    path = recipe(RECIPE + STAGES.replace(old, new))
+    assert error_of(path).startswith(f"{path} line {line}: ") and reason in error_of(path)
+
+
 def test_a_value_out_of_range_is_named_with_its_line(recipe):
     path = recipe(RECIPE.replace("lr = 1e-4", "lr = 0"))
     assert error_of(path).startswith(f"{path} line 9: 'learner.lr' = 0: ")
@@ -113,7 +145,9 @@ def test_an_explained_recipe_reads_back_the_same(path):
         str(path), ["model.lora={rank = 4, targets = ['q', 'v']}", "env.options={a = {b = [1, 2]}, 'c d' = '# no comment'}"]
     )
     assert RunConfig.model_validate(tomllib.loads(recipes.explained(config))) == config
-    plain = recipes.read(str(path), ["model.lora=", "env.options="])
+    plain = recipes.read(
+        str(path), ["model.lora=", "env.options=", "learner.stages=[{from_step = 2, reward_parts = {a = 0.5}}]"]
+    )
     assert RunConfig.model_validate(tomllib.loads(recipes.explained(plain))) == plain
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import math
 import os
@@ -20,8 +22,10 @@ from troupe.actors import loops
 from troupe.actors.settings import RunConfig
 from troupe.cluster import config as recipes
 from troupe.envs import registry
+from troupe.envs.drive import Driver
 from troupe.learner import advantages, composition
 from troupe.learner.config import KlSettings, ModelConfig, OverlongSettings
+from troupe.learner.rewards import return_of
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Node, Step, Task, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +62,7 @@ AGAINST_GRPO: dict[str, dict[str, Any]] = {
     "starpo_s": {"learner.advantage": "gae", "learner.filter": "top_std", "learner.clip_high": 0.28, **NO_KL},
     "gigpo": {"learner.advantage": "gigpo", "learner.turn_gamma": 0.95},
     "prorl": {
-        "learner.kl": KlSettings(coef=0.04, reset_every=20).model_dump(),
+        "learner.kl": KlSettings(coef=0.04, reset_every=20, reset_optimiser=True).model_dump(),
         "learner.clip_high": 0.4,
         "rollout.temperature": 1.2,
         **DYNAMIC_SAMPLING,
@@ -67,6 +71,18 @@ AGAINST_GRPO: dict[str, dict[str, Any]] = {
     "pass_at_k": {"learner.advantage": "pass_at_k"},
     "aspo": {"learner.advantage": "aspo"},
     "eto": {"learner.objective": "preference", "learner.passes": 3, "learner.minibatches": 1, **NO_KL},
+    "search_r1": {
+        "learner.advantage": "gae",
+        "learner.kl": KlSettings(coef=1e-3, estimator="k1", where="reward").model_dump(),
+    },
+    "r1_searcher": {
+        "learner.advantage": "reinforce_pp",
+        "learner.kl": KlSettings(coef=1e-4, estimator="k1", where="reward").model_dump(),
+        "learner.stages": [
+            {"from_step": 1, "reward_parts": {"outcome": 0.0, "retrieval": 1.0, "format": 1.0, "penalty": 0.0}},
+            {"from_step": 9, "reward_parts": {"outcome": 1.0, "retrieval": 0.0, "format": 0.0, "penalty": 1.0}},
+        ],
+    },
 }
 DEFAULTS: dict[str, dict[str, Any]] = {  # what the method needs and a default already gives
     "starpo_s": {"gamma": 1.0, "gae_lambda": 1.0, "filter_value": 0.25, "clip_low": 0.2},
@@ -74,6 +90,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # what the method needs and a default a
     "pass_at_k": {"pass_k": 4},
     "aspo": {"aspo_delta": -2.0, "aspo_cap": 0.7},
     "eto": {"dpo_beta": 0.1},
+    "search_r1": {"gamma": 1.0, "gae_lambda": 1.0},
+    "r1_searcher": {"gamma": 1.0, "whiten": "auto"},
 }
 METHODS = """GRPO, Dr. GRPO, DAPO, GSPO, CISPO, StarPO, StarPO-S, GiGPO, Step-GRPO, ProRL, TreePO, Pass@k training, ToolRL,
 OTC-PO, ASPO, ReTool, ToRL, ETO, Search-R1, R1-Searcher, SWE-RL"""
@@ -152,6 +170,35 @@ def test_no_part_of_a_method_is_without_effect_by_construction(name: str) -> Non
         assert learner.aggregate_length == turns * rollout.max_tokens
     if learner.kl is not None and learner.kl.reset_every:
         assert learner.kl.reset_every < config.steps
+    if learner.stages:
+        assert learner.stages[-1].from_step <= config.steps
+        assert all(set(stage.reward_parts) == parts_of(config) for stage in learner.stages)
+
+
+def parts_of(config: RunConfig) -> set[str]:
+    """Names of the parts of a reward in the recipe's world."""
+
+    async def judged() -> set[str]:
+        driver = Driver(registry.make(registry.find(config.env.name), config.env.options))
+        await driver.reset(driver.world.task("train", 0))
+        turn = await driver.verify()
+        await driver.close()
+        return set(turn.parts if turn else ())
+
+    return asyncio.run(judged())
+
+
+def test_r1_searcher_pays_in_each_stage_what_the_paper_says() -> None:
+    """(searched, well-formed, F1 of the answer) → equations 1 and 2, then 3 and 4."""
+    learner = load("r1_searcher").learner
+    for searched, formed, f1 in itertools.product((False, True), (False, True), (0.0, 0.8)):
+        parts = {"outcome": f1, "retrieval": 0.5 * searched, "format": 0.5 * formed, "penalty": 0.0 if formed else -2.0}
+        t = trajectory(0)
+        t.steps[-1] = Step(reward=sum(parts.values()), parts=parts)
+        t.reward = t.steps[-1].reward
+        paid = [return_of(t, learner.at(step)) for step in (1, 8, 9, 20)]
+        first, second = 0.5 * searched + 0.5 * formed, f1 - 2 * (not formed)
+        assert paid == pytest.approx([first, first, second, second])
 
 
 def node(rng: np.random.Generator, parent: int, provenance: int, step: int) -> Node:

@@ -23,7 +23,7 @@ from troupe.learner.rewards import overlong, return_of, turn_rewards
 from troupe.learner.schedule import learning_rate
 from troupe.learner.truncation import kept
 from troupe.protocol.errors import ConfigError
-from troupe.protocol.trajectory import Trajectory
+from troupe.protocol.trajectory import Step, Trajectory
 
 Make = Callable[..., Trajectory]
 
@@ -142,6 +142,18 @@ def test_soft_overlong_punishes_what_was_generated(make_trajectory: Make) -> Non
     assert turn_rewards(t, config).tolist() == [0.0, 0.0]  # the outcome 1 and the punishment −1, both with the last turn
 
 
+def test_a_step_is_paid_by_the_weights_of_its_stage(make_trajectory: Make) -> None:
+    t = make_trajectory(0, 0, 1.75)
+    t.steps[0] = Step(reward=0.5, parts={"tidy": 0.5})
+    t.steps[1] = Step(reward=1.25, parts={"outcome": 1.0, "tidy": 0.25})
+    stages = [{"from_step": 3, "reward_parts": {"outcome": 0.0}}, {"from_step": 5, "reward_parts": {"tidy": -2.0}}]
+    config = LearnerConfig(reward_parts={"tidy": 10.0}, stages=stages)
+    paid = {step: turn_rewards(t, config.at(step)).tolist() for step in (1, 2, 3, 4, 5, 6, 1_000)}
+    before, first, second = [5.0, 3.5], [0.5, 0.25], [-1.0, 0.5]  # a stage's weights stand in place of those before it
+    assert list(paid.values()) == [before, before, first, first, second, second, second]
+    assert return_of(t, config.at(4)) == 0.75 and LearnerConfig().at(9) == LearnerConfig()
+
+
 # -- schedule --------------------------------------------------------------------------------------------------------
 
 
@@ -206,6 +218,10 @@ def test_dpo_is_the_logistic_loss_of_the_margin_and_its_weights_are_its_gradient
     torch.testing.assert_close(weight, lp.grad)
 
 
+def stage(from_step: int, **reward_parts: float) -> dict[str, Any]:
+    return {"from_step": from_step, "reward_parts": reward_parts}
+
+
 # -- what fits together ----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +235,13 @@ def test_dpo_is_the_logistic_loss_of_the_margin_and_its_weights_are_its_gradient
         ({"correct": "icepop", "icepop_low": 6.0}, "swap them"),
         ({"overlong": {"limit": 4, "buffer": 5}}, "make it smaller"),
         ({"correct": "tiss"}, "correct"),
+        ({"stages": [stage(2), stage(2)]}, "the stages begin at 2, 2: let each begin after the one before it"),
+        ({"stages": [stage(1), stage(3), stage(2)]}, "the stages begin at 1, 3, 2"),
+        ({"stages": [stage(0)]}, "greater than or equal to 1"),
+        ({"stages": [stage(1, outcome=math.nan)]}, "finite"),
+        ({"stages": [{"from_step": 1}]}, "reward_parts"),
+        ({"stages": [{"from_step": 1, "reward_parts": {}, "lr": 1.0}]}, "lr"),
+        ({"kl": {"reset_optimiser": True}}, "set reset_every, or leave it out"),
     ],
 )
 def test_contradicting_settings_are_refused(config: dict[str, Any], message: str) -> None:

@@ -293,6 +293,49 @@ def test_the_reference_can_be_reset(tiny: str, batch: list[Trajectory]) -> None:
     assert [t.train(batch)["kl_reference"] > 1e-6 for _ in range(4)] == [False, True, False, True]
 
 
+@pytest.mark.parametrize("kind", [FULL, BF16])
+def test_with_the_reference_the_optimiser_can_be_reset(tiny: str, batch: list[Trajectory], kind: str) -> None:
+    moments = {}
+    for on in (False, True):
+        t = trainer(tiny, kind, kl={"coef": 0.1, "reset_every": 2, "reset_optimiser": on})
+        moments[on] = []
+        for _ in range(5):
+            t.train(batch)
+            adam = t._optimiser.state_dict()["adam"]["state"]
+            moments[on].append({int(state["step"]) for state in adam.values()})
+    assert moments == {False: [{1}, {2}, {3}, {4}, {5}], True: [{1}, {2}, {1}, {2}, {1}]}
+
+
+def test_an_optimiser_that_forgets_its_moments_keeps_what_a_narrower_type_cannot_hold(
+    tiny: str, batch: list[Trajectory]
+) -> None:
+    t = trainer(tiny, BF16, lr=1e-5)
+    t.train(batch)
+    before = [master.clone() for master in t._optimiser.state_dict()["masters"]]
+    t._optimiser.forget()
+    after = t._optimiser.state_dict()
+    assert not after["adam"]["state"] and all(torch.equal(a, b) for a, b in zip(before, after["masters"], strict=True))
+    assert any((master != master.bfloat16().float()).any() for master in before)
+
+
+def test_a_stage_pays_from_its_step_on_also_after_a_restart(tiny: str, batch: list[Trajectory], scratch: Path) -> None:
+    """Without its weight every return of the batch is equal: nothing is learned before the stage begins."""
+    for t in batch:
+        t.steps[-1] = Step(reward=t.reward, parts={"outcome": t.reward})
+    stages = [{"from_step": 1, "reward_parts": {"outcome": 0.0}}, {"from_step": 3, "reward_parts": {}}]
+    t = trainer(tiny, stages=stages)
+    norms = []
+    for _ in range(4):
+        norms.append(t.train(batch)["grad_norm"])
+        if t.step == 2:
+            t.save(scratch / "step-2")
+    assert norms[:2] == [0, 0] and norms[2] > 0 < norms[3]
+    again = trainer(tiny, stages=stages)
+    again.restore(scratch / "step-2")
+    assert [again.train(batch)["grad_norm"] for _ in range(2)] == norms[2:]
+    assert checksum_of(again.tensors()) == checksum_of(t.tensors())
+
+
 @pytest.mark.parametrize("kind", ["head", "separate"])
 @pytest.mark.parametrize("advantage", ["gae", "bi_level_gae"])
 def test_a_critic_learns_what_returns_to_expect(tiny: str, batch: list[Trajectory], kind: str, advantage: str) -> None:
@@ -399,9 +442,14 @@ def test_activation_checkpointing_changes_nothing(tiny: str, batch: list[Traject
 
 
 WITH_A_CRITIC = {"advantage": "gae", "critic": {"kind": "separate"}, "kl": {"coef": 0.1}}
+WITH_RESETS = {"kl": {"coef": 0.1, "reset_every": 2, "reset_optimiser": True}}
 
 
-@pytest.mark.parametrize(("kind", "config"), [(FULL, {}), (BF16, {}), (LORA, {}), (FULL, WITH_A_CRITIC), (BF16, WITH_A_CRITIC)])
+WAYS = [(FULL, {}), (BF16, {}), (LORA, {})]
+WAYS += [(kind, config) for kind in (FULL, BF16) for config in (WITH_A_CRITIC, WITH_RESETS)]
+
+
+@pytest.mark.parametrize(("kind", "config"), WAYS)
 def test_going_on_from_a_checkpoint_is_bit_identical(
     tiny: str, batch: list[Trajectory], scratch: Path, kind: str, config: Any
 ) -> None:
