@@ -40,7 +40,8 @@ class Grade:
     @property
     def correct(self) -> float:
         """R_correct, −3 to 3; exactly 3 for calls that are the reference's, in any order."""
-        return LOWEST + RANGE * (self.names + self.arguments + self.values) / self.most
+        earned = RANGE * (self.names + self.arguments + self.values) / self.most
+        return round(LOWEST + earned, 9)  # without a residue of floats: what is worth the same is equal
 
     @property
     def parts(self) -> dict[str, float]:
