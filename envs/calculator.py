@@ -9,30 +9,21 @@ bounded time and memory, and evaluates nothing but arithmetic.
 from __future__ import annotations
 
 import ast
-import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import ClassVar
 
 from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, belongs
+from troupe.envs.exact import binary, number, show
 from troupe.protocol.errors import TaskFailed
 
 _DRAWS = 1_000
 _READ = 4_000  # characters of a message that are looked at
 _LENGTH = 200  # characters of an expression
-_BITS = 512  # of a numerator or denominator
 _ARITHMETIC = re.compile(r"[0-9+\-*/%(). ]+")
 _ANSWER = re.compile(r"([-+]?[0-9]{1,60})(\.0*)?")
-_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 class Calculator(TextWorld):
@@ -117,33 +108,14 @@ def evaluate(expression: str) -> Fraction:
         raise ValueError(f"'{expression}' is not an expression") from None
 
 
-def show(value: Fraction) -> str:
-    """As people write it: whole if it is, else to six significant digits."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
-
-
 def _value(node: ast.expr) -> Fraction:
     match node:
-        case ast.Constant(value=int() | float() as number):
-            return _bounded(Fraction(repr(number)))
+        case ast.Constant(value=int() | float() as constant):
+            return number(constant)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_value(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand)
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _bounded(_power(_value(left), _value(right)))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _bounded(Fraction(_BINARY[type(op)](_value(left), _value(right))))
+        case ast.BinOp(left=left, op=op, right=right) if (value := binary(op, _value(left), _value(right))) is not None:
+            return value
     raise ValueError(f"'{ast.unparse(node)}' is not arithmetic")
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) > _BITS:
-        raise ValueError(f"a power is a whole number from -{_BITS} to {_BITS}")
-    return Fraction(base ** int(exponent))
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _BITS:
-        raise ValueError("the result is too big")
-    return value

@@ -48,6 +48,9 @@ class FrozenLake(TextWorld):
     stay out of holes and on the map); "plan" (the move that it means to make, which its hand then does not always do).
     player: "greedy" (towards the goal, blind to holes), "careful" (towards the goal if that is safe, else any safe
     move), "shortest" (along a shortest path).
+    progress: paid in all for the way to the goal, 0 to 1, beside the 1 for being there: each move is paid what share of the
+    way it is nearer on a shortest path, or charged what it is farther (of a fall: nothing), so that no loop pays. A named
+    part of the reward, as is then the "outcome".
     """
 
     name: ClassVar[str] = "frozen_lake"
@@ -61,6 +64,7 @@ class FrozenLake(TextWorld):
         holes: float = 0.22,
         think: str = "plan",
         player: str = "careful",
+        progress: float = 0.0,
     ) -> None:
         if not 3 <= size <= 10:
             raise ValueError(f"size is {size}; it is 3 to 10 cells a side")
@@ -70,6 +74,9 @@ class FrozenLake(TextWorld):
             raise ValueError(f"think is '{think}'; it is one of {', '.join(THINK)}")
         if player not in PLAYERS:
             raise ValueError(f"player is '{player}'; it is one of {', '.join(PLAYERS)}")
+        if not 0.0 <= progress <= 1.0:
+            raise ValueError(f"progress is {progress}; it is a reward from 0 to 1")
+        self.progress = progress
         self.size, self.slippery, self.hole_chance, self.think, self.player = size, slippery, holes, think, player
         self.holes: frozenset[Cell] = frozenset()
         self.goal: Cell = (0, 0)
@@ -84,7 +91,11 @@ class FrozenLake(TextWorld):
             self.holes = frozenset(
                 cell for cell in cells if self.rng.random() < self.hole_chance and cell not in (self.at, self.goal)
             )
-            if belongs(self.lake, task.split) and 2 <= self.distances().get(self.at, 0) <= self.max_turns:
+            if not belongs(self.lake, task.split):
+                continue
+            self.left = self.distances()
+            self.way = self.left.get(self.at, 0)
+            if 2 <= self.way <= self.max_turns:
                 return self._observation("start")
         raise TaskFailed(f"no solvable lake of size {self.size} with holes {self.hole_chance} in {_DRAWS} draws")
 
@@ -97,10 +108,18 @@ class FrozenLake(TextWorld):
             move = self.rng.choice((move, *_SLIPS[move]))
         before, self.at = self.at, self._neighbour(self.at, move)
         if self.at in self.holes:
-            return Turn("hole", reward=0.0, done=True, success=False)
+            return self._paid(Turn("hole", reward=0.0, done=True, success=False), before)
         if self.at == self.goal:
-            return Turn("goal", reward=1.0, done=True, success=True)
-        return Turn(self._observation("stayed" if self.at == before else "moved"))
+            return self._paid(Turn("goal", reward=1.0, done=True, success=True), before)
+        return self._paid(Turn(self._observation("stayed" if self.at == before else "moved")), before)
+
+    def _paid(self, turn: Turn, before: Cell) -> Turn:
+        if self.progress:
+            nearer = self.left[before] - self.left.get(self.at, self.left[before])
+            turn.parts = {"outcome": turn.reward} if turn.done else {}
+            turn.parts["progress"] = self.progress * nearer / self.way
+            turn.reward += turn.parts["progress"]
+        return turn
 
     def state_key(self) -> str:
         return "/".join("".join(self._symbol((row, column)) for column in range(self.size)) for row in range(self.size))

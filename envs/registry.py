@@ -27,8 +27,11 @@ BUILT_IN = {
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
+    "math_code": "troupe.envs.math_code:MathCode",
     "search": "troupe.envs.search:Search",
     "stockroom": "troupe.envs.stockroom:Stockroom",
+    "swe_patch": "troupe.envs.swe_patch:SwePatch",
+    "tool_calls": "troupe.envs.tool_calls:ToolCalls",
 }
 
 

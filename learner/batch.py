@@ -22,7 +22,7 @@ from troupe.learner.advantages import Array, Estimator, Group, traits
 from troupe.learner.config import LearnerConfig
 from troupe.learner.errors import BatchError
 from troupe.learner.packing import Trainable, trainable
-from troupe.learner.rewards import Indices, return_of
+from troupe.learner.rewards import Indices, return_of, scales_of
 from troupe.learner.whiten import whiten
 from troupe.protocol.trajectory import Trajectory
 
@@ -155,9 +155,11 @@ def credit(
     flat = np.zeros(len(batch.rollout))
     for members in batch.groups:
         paid = [float(penalties[i].sum()) if penalties else 0.0 for i in members]
+        trajectories = [batch.trajectories[i] for i in members]
+        scales = scales_of(trajectories, config)
         group = Group(
-            [batch.trajectories[i] for i in members],
-            np.array([return_of(batch.trajectories[i], config) + extra for i, extra in zip(members, paid, strict=True)]),
+            trajectories,
+            np.array([return_of(t, config, scale) + p for t, scale, p in zip(trajectories, scales, paid, strict=True)]),
             config,
             teacher=[taught[i] for i in members] if "teacher" in needs else [],
             penalties=[penalties[i] for i in members] if penalties else [],

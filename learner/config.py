@@ -93,6 +93,13 @@ class StageSettings(_Settings):
     reward_parts: dict[str, float] = Field(description="the stage's weights, in place of learner.reward_parts")
 
 
+class ToolCostSettings(_Settings):
+    """[learner.tool_cost]: OTC-PO's reward, which scales successes by the tool calls they took; see learner/tool_cost.py."""
+
+    scale: float = Field(1.0, gt=0, description="α: reward of a success with the fewest calls, as a share of the world's")
+    smooth: float = Field(1.0, gt=0, description="c: where no call is needed, a larger one takes less off for each")
+
+
 class LearnerConfig(_Settings):
     """How the policy's weights change."""
 
@@ -120,6 +127,9 @@ class LearnerConfig(_Settings):
         default_factory=list, description="other reward_parts from a from_step on, for rewards that change during a run"
     )
     overlong: OverlongSettings | None = Field(None, description="punish episodes that come near their token limit")
+    tool_cost: ToolCostSettings | None = Field(
+        None, description="scale successes by their tool calls, against the fewest in the group; filters see rewards before it"
+    )
     filter: str = Field(
         "all",
         description="groups that train: all, informative, top_std, top_k, top_p, softmax_top_p, min_p or module:function",

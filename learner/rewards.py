@@ -2,40 +2,48 @@
 
 The reward of turn j is the sum of its parts: the step's reward, with each part named in `reward_parts` weighted anew, and
 for the last turn also what the return holds beyond its steps (an outcome that only the whole episode was given) and the
-soft overlong punishment. A token outside of any step belongs to the turn before it. Tokens are in node order, which is
-the order of time; arithmetic is float64.
+soft overlong punishment. `tool_cost` scales all but that punishment, by the calls of the group. A token outside of any step
+belongs to the turn before it. Tokens are in node order, which is the order of time; arithmetic is float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from troupe.learner.config import LearnerConfig, OverlongSettings
+from troupe.learner.tool_cost import scales
 from troupe.protocol.trajectory import Trajectory
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
-def turn_rewards(trajectory: Trajectory, config: LearnerConfig) -> Array:
-    """Rewards [turns]; a trajectory without steps is one turn."""
+def turn_rewards(trajectory: Trajectory, config: LearnerConfig, scale: float = 1.0) -> Array:
+    """Rewards [turns]; a trajectory without steps is one turn. scale: what the group's `tool_cost` made of its reward."""
     weights = config.reward_parts
     rewards = np.zeros(max(1, len(trajectory.steps)))
     for turn, step in enumerate(trajectory.steps):
         rewards[turn] = step.reward + sum((weights[n] - 1) * value for n, value in step.parts.items() if n in weights)
     rewards[-1] += trajectory.reward - float(sum(step.reward for step in trajectory.steps))
+    rewards *= scale
     if config.overlong is not None:
         rewards[-1] += overlong(trajectory, config.overlong)
     return rewards
 
 
-def return_of(trajectory: Trajectory, config: LearnerConfig) -> float:
-    """Sum of the turns' rewards; exactly the trajectory's own where nothing is weighted or punished."""
+def return_of(trajectory: Trajectory, config: LearnerConfig, scale: float = 1.0) -> float:
+    """Sum of the turns' rewards; exactly the trajectory's own, times `scale`, where nothing is weighted or punished."""
     if not config.reward_parts and config.overlong is None:
-        return trajectory.reward
-    return float(turn_rewards(trajectory, config).sum())
+        return trajectory.reward * scale
+    return float(turn_rewards(trajectory, config, scale).sum())
+
+
+def scales_of(group: Sequence[Trajectory], config: LearnerConfig) -> list[float]:
+    """What `tool_cost` multiplies the reward of each trajectory of a group with; 1 where it is not set."""
+    return [1.0] * len(group) if config.tool_cost is None else scales(group, config.tool_cost)
 
 
 def overlong(trajectory: Trajectory, settings: OverlongSettings) -> float:

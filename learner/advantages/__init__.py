@@ -16,7 +16,7 @@ import numpy as np
 from troupe.learner.config import LearnerConfig
 from troupe.learner.plugins import Registry
 from troupe.learner.rewards import Array as Array  # estimators find it here
-from troupe.learner.rewards import Indices, at_tokens, turn_rewards, turns_of
+from troupe.learner.rewards import Indices, at_tokens, scales_of, turn_rewards, turns_of
 from troupe.protocol.trajectory import Step, Trajectory
 
 EPSILON = 1e-6
@@ -41,6 +41,10 @@ class Group:
     old: list[Array] = field(default_factory=list)
     teacher: list[Array] = field(default_factory=list)
     penalties: list[Array] = field(default_factory=list)
+    _scales: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._scales = scales_of(self.trajectories, self.config)
 
     @property
     def steps(self) -> list[list[Step]]:
@@ -56,16 +60,20 @@ class Group:
         """Turn of each policy token of trajectory `i`."""
         return turns_of(self.trajectories[i])
 
+    def paid_turns(self, i: int) -> Array:
+        """Rewards [turns] of trajectory `i`, without its tokens' penalties."""
+        return turn_rewards(self.trajectories[i], self.config, self._scales[i])
+
     def turn_rewards(self, i: int) -> Array:
         """Rewards [turns] of trajectory `i`, with its tokens' penalties added to their turns."""
-        rewards = turn_rewards(self.trajectories[i], self.config)
+        rewards = self.paid_turns(i)
         if self.penalties:
             np.add.at(rewards, self.turns(i), self.penalties[i])
         return rewards
 
     def token_rewards(self, i: int) -> Array:
         """Rewards [policy tokens] of trajectory `i`: each turn's at its last token."""
-        paid = at_tokens(turn_rewards(self.trajectories[i], self.config), self.turns(i))
+        paid = at_tokens(self.paid_turns(i), self.turns(i))
         return paid + self.penalties[i] if self.penalties else paid
 
 

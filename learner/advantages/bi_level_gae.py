@@ -11,7 +11,7 @@ import numpy as np
 
 from troupe.learner.advantages import Array, Group, advantage
 from troupe.learner.advantages.gae import trace
-from troupe.learner.rewards import at_tokens, turn_rewards
+from troupe.learner.rewards import at_tokens
 
 
 @advantage("bi_level_gae", needs=["values"])
@@ -22,7 +22,7 @@ def bi_level_gae(group: Group) -> list[Array]:
 
 def _one(group: Group, i: int) -> Array:
     config, values, turns = group.config, group.values[i], group.turns(i)
-    earned = at_tokens(turn_rewards(group.trajectories[i], config), turns)
+    earned = at_tokens(group.paid_turns(i), turns)
     inside = [np.flatnonzero(turns == turn) for turn in np.unique(turns)]
     rewards = np.array([earned[tokens].sum() for tokens in inside])
     ends = np.array([tokens[-1] for tokens in inside], np.int64)

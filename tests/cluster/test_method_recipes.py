@@ -24,7 +24,7 @@ from troupe.cluster import config as recipes
 from troupe.envs import registry
 from troupe.envs.drive import Driver
 from troupe.learner import advantages, composition
-from troupe.learner.config import KlSettings, ModelConfig, OverlongSettings
+from troupe.learner.config import KlSettings, ModelConfig, OverlongSettings, ToolCostSettings
 from troupe.learner.rewards import return_of
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Node, Step, Task, Trajectory
 
@@ -83,6 +83,12 @@ AGAINST_GRPO: dict[str, dict[str, Any]] = {
             {"from_step": 9, "reward_parts": {"outcome": 1.0, "retrieval": 0.0, "format": 0.0, "penalty": 1.0}},
         ],
     },
+    "step_grpo": {},
+    "toolrl": {**NO_KL},
+    "otc_po": {"learner.tool_cost": ToolCostSettings().model_dump()},
+    "retool": {"learner.advantage": "gae", **NO_KL},
+    "torl": {"rollout.stop": ["</code>"], **NO_KL},
+    "swe_rl": {},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {  # what the method needs and a default already gives
     "starpo_s": {"gamma": 1.0, "gae_lambda": 1.0, "filter_value": 0.25, "clip_low": 0.2},
@@ -92,6 +98,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # what the method needs and a default a
     "eto": {"dpo_beta": 0.1},
     "search_r1": {"gamma": 1.0, "gae_lambda": 1.0},
     "r1_searcher": {"gamma": 1.0, "whiten": "auto"},
+    "retool": {"gamma": 1.0, "gae_lambda": 1.0},
 }
 METHODS = """GRPO, Dr. GRPO, DAPO, GSPO, CISPO, StarPO, StarPO-S, GiGPO, Step-GRPO, ProRL, TreePO, Pass@k training, ToolRL,
 OTC-PO, ASPO, ReTool, ToRL, ETO, Search-R1, R1-Searcher, SWE-RL"""
@@ -162,8 +169,12 @@ def test_no_part_of_a_method_is_without_effect_by_construction(name: str) -> Non
         assert rollout.groups_per_step * learner.filter_value >= 1
     if learner.advantage == "gigpo":
         assert world.state_key is not registry.TextWorld.state_key
-    if learner.advantage == "aspo":
+    if learner.advantage == "aspo" or learner.tool_cost is not None:
         assert loops.choose(config.agent, world) is loops.react
+    if name == "step_grpo":
+        assert config.env.options["progress"] > 0
+    if name in ("retool", "torl"):
+        assert config.env.name == "math_code" and (config.cold_start.steps > 0) == (name == "retool")
     if learner.overlong is not None:
         assert learner.overlong.limit <= turns * rollout.max_tokens
     if learner.aggregate == "constant":

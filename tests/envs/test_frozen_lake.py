@@ -174,3 +174,30 @@ def test_noise_and_naivety_cost_the_player_success():
 def test_options_out_of_range_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         FrozenLake(**options)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.lists(st.sampled_from(sorted(MOVES)), max_size=8))
+def test_progress_is_the_share_of_the_way_that_was_covered_and_changes_nothing_else(seed, moves):
+    """On the way from s to t a player earns progress · (d(s) − d(t)) / d(s), whatever it did in between: no loop pays."""
+    plain, paid = (opened(Task("x", "frozen_lake", "train", seed), progress=p) for p in (0.0, 0.3))
+    distances, way = paid.distances(), paid.distances()[paid.at]
+    earned = 0.0
+    for move in moves:
+        last = paid.at
+        one, other = plain.step(move), paid.step(move)
+        assert (one.text, one.done, one.success, one.parts) == (other.text, other.done, other.success, {})
+        assert other.reward == pytest.approx(sum(other.parts.values()))
+        assert other.reward - other.parts["progress"] == pytest.approx(one.reward)
+        earned += other.parts["progress"]
+        at = last if paid.at in paid.holes else paid.at
+        assert earned == pytest.approx(0.3 * (way - distances[at]) / way)
+        if other.done:
+            assert other.parts["outcome"] == one.reward
+            break
+    assert earned <= 0.3 + 1e-9
+
+
+def test_progress_out_of_range_is_refused():
+    with pytest.raises(ValueError, match="progress is -1; it is a reward from 0 to 1"):
+        FrozenLake(progress=-1)
