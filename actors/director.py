@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 from collections import Counter, deque
+from importlib import metadata
 from typing import Any
 
 from troupe.actors.company import Company, Parts
@@ -159,7 +160,8 @@ class Director:
 
     async def _lead(self, company: Company) -> None:
         config, learner = self._config, self._learner
-        self._ledger.note("resumed" if self._ledger.known() else "begun", pid=os.getpid())
+        made_by = {"device": config.learner.device, "torch": metadata.version("torch")}  # what a replay must have too
+        self._ledger.note("resumed" if self._ledger.known() else "begun", pid=os.getpid(), **made_by)
         await company.gather()
         while True:
             status = await company.patiently("learner.status", lambda: learner.status(Ping()))

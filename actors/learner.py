@@ -144,8 +144,8 @@ class Learner:
             return self._weights
 
     async def save(self, message: SaveCheckpoint) -> Saved:
-        """Writes `checkpoints/step-N`, complete or not at all, and drops the oldest beyond `keep`. Raises NotReady
-        before the cold start."""
+        """Writes `checkpoints/step-N`, complete or not at all. Of all there are, the first is kept, from which any step can
+        be replayed, and the newest `keep`. Raises NotReady before the cold start."""
         if not self._started:
             raise NotReady("the learner has nothing to save before its cold start")
         async with self._working:
@@ -198,7 +198,7 @@ def newest_checkpoint(folder: str) -> str | None:
 def _drop_old(folder: str, keep: int) -> None:
     import shutil
 
-    for _, path in checkpoints(folder)[:-keep]:
+    for _, path in checkpoints(folder)[1:-keep]:
         # Renamed first: a kill in the middle must not leave half a checkpoint under a complete one's name.
         shutil.rmtree(path + ".old", ignore_errors=True)
         os.rename(path, path + ".old")

@@ -125,7 +125,7 @@ class RunConfig(_Section):
     seed: int = Field(0, ge=0, description="seed of everything that is drawn")
     steps: int = Field(100, ge=1, description="training steps")
     checkpoint_every: int = Field(20, ge=1, description="steps between checkpoints")
-    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints that are kept")
+    keep_checkpoints: int = Field(3, ge=1, description="newest checkpoints that are kept, beside the first")
     max_restarts: int = Field(8, ge=0, description="deaths of one actor within five minutes that stop the run")
     env: EnvSettings = Field(default_factory=EnvSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)

@@ -10,7 +10,7 @@ Promises:
   trajectories only, ordered by id. Evaluations never train;
 - deposits wait in memory for their commit, at most `max_deposits` of them (then `Overloaded`), and die with the
   process: a commit that names lost ones is refused and says which, so that they are run again. Fences are durable;
-- one process writes a folder; any number may read it meanwhile (`committed`), from other processes too.
+- one process writes a folder; any number may read it meanwhile (`protocol/stored.py`), from other processes too.
 
 On disk: `000012.arrow` is an Arrow IPC stream to which each group appends one record batch; `manifest.jsonl` gets a
 line a write, naming the groups in it and the bytes where each lies. A segment ends at 64 MiB and at each restart, so
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from troupe.actors.context import Context
 from troupe.protocol import arrow
@@ -49,37 +48,12 @@ from troupe.protocol.messages import (
     Ping,
     Receipt,
 )
+from troupe.protocol.stored import MANIFEST, VERSION, Group, Manifest, fenced, manifest, short, training
 from troupe.protocol.trajectory import Kind, Trajectory
 
-MANIFEST = "manifest.jsonl"
-VERSION = 2
 _MESSAGE_CHARS = 300
 _MAX_FENCES = 100_000
 _LOCK_TRIES, _LOCK_PAUSE_S = 20, 0.25
-
-
-@dataclass(slots=True)
-class Group:
-    """One committed group: its record batch is bytes [start, end) of `segment` (none if it has no rows).
-
-    tokens: sampled. data_failures: task id → the messages (their beginnings) of its failures of kind "data".
-    """
-
-    segment: str
-    start: int
-    end: int
-    rows: int
-    group: int
-    kind: Kind
-    step: int
-    trains: bool
-    episodes: list[str]
-    completed: int
-    failed: int
-    cancelled: int
-    tokens: int
-    data_failures: dict[str, list[str]]
-
 
 _Key = tuple[Kind, int, int]
 
@@ -198,7 +172,7 @@ class Store:
             return Ack()
         if len(self._fences) >= _MAX_FENCES and episode:
             raise Overloaded(f"{_MAX_FENCES} episodes are fenced and were never committed")
-        self._fences = _fenced(self._fences, {episode: message.attempt})
+        self._fences = fenced(self._fences, {episode: message.attempt})
         for dead in [episode] if episode else list(self._deposits):
             if dead in self._deposits and self._deposits[dead].attempt < message.attempt:
                 del self._deposits[dead]
@@ -241,7 +215,7 @@ class Store:
             except TimeoutError:
                 return Batch(message.step, None)
         groups = self._training.get(message.step, [])[: message.groups]
-        table = await asyncio.to_thread(_training_table, self._folder, groups)
+        table = await asyncio.to_thread(training, self._folder, groups)
         return Batch(message.step, self._context.blobs.put(table), table.num_rows)
 
     async def committed(self, message: GetCommitted) -> Committed:
@@ -354,7 +328,7 @@ class Store:
         end = self._end
         for write in writes:
             if isinstance(write.message, Fence):
-                fences = _fenced(fences, {write.message.episode: write.message.attempt})
+                fences = fenced(fences, {write.message.episode: write.message.attempt})
                 continue
             start = end
             if write.deposits:
@@ -396,85 +370,6 @@ class Store:
         return f"{self._number:06d}.arrow"
 
 
-# -- reading, for whoever has the folder -----------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Manifest:
-    """What is committed, in order; which attempts are dead; the length in bytes of the complete lines."""
-
-    groups: list[Group]
-    fences: dict[str, int]
-    length: int = 0
-
-
-def manifest(folder: str | Path) -> Manifest:
-    """The manifest of `folder`, empty if there is none.
-
-    Raises StoreError if a line that is not the last cannot be read: no crash of a store leaves that behind.
-    """
-    path = Path(folder) / MANIFEST
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    found = Manifest([], {})
-    for number, line in enumerate(lines, 1):
-        try:
-            if not line.endswith(b"\n"):
-                raise ValueError("it has no end")
-            entry = json.loads(line)
-            version = entry["version"]
-            if version == VERSION:
-                found.groups += [Group(**group) for group in entry["groups"]]
-                found.fences = _fenced(found.fences, entry["fences"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if number < len(lines):
-                raise StoreError(f"'{path}' line {number} is damaged ({error}): restore it from a copy") from error
-            break  # the tail of a write that a crash interrupted, or that goes on right now
-        if version != VERSION:
-            raise StoreError(f"'{path}' line {number} has version {version}, this side reads {VERSION}")
-        found.length += len(line)
-    return found
-
-
-def read(folder: str | Path, groups: list[Group]) -> list[pa.RecordBatch]:
-    """The rows of each of `groups` that has any, mapped from disk, not copied. Raises StoreError if they are lost."""
-    segments: dict[str, pa.Buffer] = {}
-    batches = []
-    for group in groups:
-        if not group.rows:
-            continue
-        path = Path(folder) / group.segment
-        try:
-            opened = segments.get(group.segment)
-            if opened is None:
-                with pa.memory_map(str(path)) as file:
-                    opened = segments[group.segment] = file.read_buffer()
-                if group.end <= opened.size:
-                    arrow.check(pa.ipc.read_schema(opened))
-            if group.end > opened.size:
-                raise _short(path, opened.size, group.end)
-            batches.append(pa.ipc.read_record_batch(opened.slice(group.start, group.end - group.start), arrow.SCHEMA))
-        except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"'{path}' cannot be read: {error}") from error
-    return batches
-
-
-def committed(folder: str | Path) -> pa.Table:
-    """Everything committed so far, in the order of the manifest. Safe while a store writes here; no folder, no rows.
-
-    Columns: `protocol.arrow.SCHEMA` and `trains` (false for evaluations and for groups that a filter dropped).
-    """
-    groups = [group for group in manifest(folder).groups if group.rows]
-    table = pa.Table.from_batches(read(folder, groups), arrow.SCHEMA)
-    trains = [pa.repeat(pa.scalar(group.trains), group.rows) for group in groups]
-    return table.append_column("trains", pa.chunked_array(trains, pa.bool_()))
-
-
-def _training_table(folder: Path, groups: list[Group]) -> pa.Table:
-    table = pa.Table.from_batches(read(folder, groups), arrow.SCHEMA)
-    table = table.filter(pc.equal(table["status"], "completed")).combine_chunks()
-    return table.take(pc.sort_indices(table["id"]))
-
-
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
@@ -489,7 +384,7 @@ def _recover(folder: Path) -> Manifest:
         path = folder / name
         size = path.stat().st_size if path.exists() else 0
         if size < end:
-            raise _short(path, size, end)
+            raise short(path, size, end)
         with pa.OSFile(str(path)) as file:
             arrow.check(pa.ipc.read_schema(file))
         _truncate(path, end)
@@ -503,17 +398,6 @@ def _recover(folder: Path) -> Manifest:
 
 def _segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("[0-9]" * 6 + ".arrow"))
-
-
-def _short(path: Path, size: int, end: int) -> StoreError:
-    return StoreError(f"'{path}' has {size} bytes, the manifest names {end}: restore it from a copy")
-
-
-def _fenced(fences: dict[str, int], more: dict[str, int]) -> dict[str, int]:
-    """Both together; a fence around all episodes ("") replaces the lower ones around single ones."""
-    merged = fences | {episode: max(attempt, fences.get(episode, 0)) for episode, attempt in more.items()}
-    floor = merged.get("", 0)
-    return {episode: attempt for episode, attempt in merged.items() if not episode or attempt > floor}
 
 
 def _truncate(path: Path, size: int) -> None:

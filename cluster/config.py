@@ -11,15 +11,15 @@ import copy
 import difflib
 import json
 import re
-import tomllib
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pydantic
 import tomli_w
 
 from troupe.actors.settings import RunConfig
-from troupe.protocol.errors import ConfigError, nearest
+from troupe.protocol import toml
+from troupe.protocol.errors import ConfigError
 
 _PRETRAINED: dict[str, Any] = {  # a model that speaks already: small steps of an adapter
     "steps": 50,
@@ -41,14 +41,8 @@ def read(path: str, overrides: list[str] | None = None) -> RunConfig:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"No recipe '{path}'.{_similar_file(file)}")
-    text = file.read_text(encoding="utf-8", errors="replace")
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    for override in overrides or []:
-        _override(data, override)
-    config = validate(data, path, text, overrides)
+    data, text = toml.parse(path, overrides)
+    config = toml.validate(RunConfig, data, path, text, overrides)
     if "name" not in data.get("env", {}):
         raise ConfigError(f'{path} names no world: write for example [env] and under it name = "frozen_lake"')
     if not config.name:
@@ -56,81 +50,9 @@ def read(path: str, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
-def validate(data: dict[str, Any], where: str, text: str = "", overrides: list[str] | None = None) -> RunConfig:
-    """Typed configuration. Raises ConfigError naming the first thing that is wrong."""
-    try:
-        return RunConfig.model_validate(data)
-    except pydantic.ValidationError as error:
-        found = error.errors()
-        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])  # a misspelt key explains the rest
-        keys = [str(part) for part in first["loc"]]
-        name = ".".join(keys)
-        line = _line_of(text, keys)
-        at = f"{where} line {line}" if line else where
-        for override in overrides or []:
-            if name == override.partition("=")[0].strip():
-                at = f"{where} with {override}"
-        if first["type"] == "extra_forbidden":
-            known = _known_keys(RunConfig)
-            raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error
-        given = first.get("input")
-        raise ConfigError(f"{at}: '{name}' = {given!r}: {first['msg']}") from error
-
-
 def write(config: RunConfig, path: Path) -> None:
     """The resolved recipe as TOML."""
     path.write_text(tomli_w.dumps(config.model_dump(mode="json", exclude_none=True)))
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set '{override}': write it as section.key=value")
-    *sections, last = [part.strip() for part in key.split(".")]
-    here = data
-    for section in sections:
-        below = here.setdefault(section, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"--set '{override}': '{section}' is a value, not a section")
-        here = below
-    if value.strip():
-        here[last] = value_of(value)
-    else:
-        here.pop(last, None)  # back to its default
-
-
-def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        for kind in (field.annotation, *get_args(field.annotation)):  # a section may be optional
-            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
-                keys += _known_keys(kind, f"{prefix}{name}.")
-    return keys
-
-
-def _line_of(text: str, keys: list[str]) -> int:
-    """Line (from 1) on which the dotted key is set, 0 if it is not in the file (an override, say)."""
-    section: list[str] = []
-    tables: dict[tuple[str, ...], int] = {}  # of each [[array]], the number of the latest
-    for number, line in enumerate(text.splitlines(), 1):
-        header = re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]+", line)
-        if header:
-            name = tuple(part.strip().strip("\"'") for part in header[2].split("."))
-            if header[1] == "[[":
-                tables[name] = tables.get(name, -1) + 1
-            section = []
-            for depth, part in enumerate(name, 1):
-                section += [part, str(tables[name[:depth]])] if name[:depth] in tables else [part]
-            if keys in (section, list(name)):
-                return number
-            continue
-        assignment = re.match(r"\s*([\w.\"'-]+)\s*=", line)
-        if assignment:
-            here = section + [part.strip("\"'") for part in assignment[1].split(".")]
-            if here == keys or (len(here) < len(keys) and keys[: len(here)] == here):
-                return number
-    return 0
 
 
 def _similar_file(file: Path) -> str:
@@ -142,14 +64,6 @@ def _similar_file(file: Path) -> str:
     if close:
         return f" Did you mean '{close[0]}'?"
     return f" There are: {', '.join(names)}." if names else ""
-
-
-def value_of(text: str) -> Any:
-    """What a flag's value means: TOML, or a bare word."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text.strip()
 
 
 def from_flags(env: str, overrides: list[str]) -> RunConfig:
@@ -165,15 +79,15 @@ def from_flags(env: str, overrides: list[str]) -> RunConfig:
     overrides = [f"env.name={json.dumps(env)}", *overrides]
     wanted: dict[str, Any] = {}
     for override in overrides:
-        _override(wanted, override)
+        toml.override(wanted, override)
     pretrained = isinstance(wanted.get("model"), dict) and bool(wanted["model"].get("path"))
     data = copy.deepcopy(_PRETRAINED if pretrained else _FROM_NOTHING)
     if not pretrained and world.play is not TextWorld.play:
         data["cold_start"] = dict(_COLD_START)
     data["name"] = world.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", world.__name__).lower()
     for override in overrides:
-        _override(data, override)
-    return validate(data, "the command line")
+        toml.override(data, override)
+    return toml.validate(RunConfig, data, "the command line")
 
 
 def explained(config: RunConfig) -> str:

@@ -121,8 +121,8 @@ def check(
 
 def _options(given: list[str] | None) -> dict[str, Any]:
     """["size=5", "think=none"] as values: TOML, or a bare word."""
-    from troupe.cluster.config import value_of
     from troupe.protocol.errors import ConfigError
+    from troupe.protocol.toml import value_of
 
     options = {}
     for text in given or []:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from troupe.actors import store
 from troupe.cluster.query import query
+from troupe.protocol import stored
 from troupe.protocol.errors import ConfigError, nearest
 
 
@@ -37,7 +37,7 @@ class Run:
 
     def trajectories(self) -> pa.Table:
         """All committed trajectories, mapped from disk: the columns of `protocol.arrow.SCHEMA`, and `trains`."""
-        return store.committed(self.path / "trajectories")
+        return stored.committed(self.path / "trajectories")
 
     def query(self, sql: str) -> pa.Table:
         """Answers SQL over the tables `trajectories`, `steps` and `nodes` (see `cluster.query`). Raises QueryError."""

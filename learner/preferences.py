@@ -18,16 +18,20 @@ Pair = tuple[int, int]
 """Indices of the preferred trajectory and of the other."""
 
 
+def succeeded(trajectory: Trajectory) -> bool:
+    """What the world called a success, or a reward above 0 where it called nothing."""
+    return trajectory.reward > 0 if trajectory.success is None else trajectory.success
+
+
 def pairs_of(trajectories: Sequence[Trajectory]) -> list[Pair]:
     """(successful, failed) trajectories of the same task, seed included; each at most once.
 
-    A success is what the world called one, or a reward above 0 where it called nothing. They are matched in order of id.
+    They are matched in order of id.
     """
     sides: dict[tuple[str, str, str, int], tuple[list[int], list[int]]] = {}
     for i in sorted(range(len(trajectories)), key=lambda i: trajectories[i].id):
         t = trajectories[i]
-        won = t.reward > 0 if t.success is None else t.success
-        sides.setdefault((t.task.env, t.task.split, t.task.id, t.task.seed), ([], []))[0 if won else 1].append(i)
+        sides.setdefault((t.task.env, t.task.split, t.task.id, t.task.seed), ([], []))[0 if succeeded(t) else 1].append(i)
     return [pair for won, lost in sides.values() for pair in zip(won, lost, strict=False)]
 
 

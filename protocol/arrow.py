@@ -22,7 +22,8 @@ from troupe.protocol.errors import StoreError
 from troupe.protocol.trajectory import Call, Failure, Node, Step, Task, Trajectory
 
 VERSION = 2
-_VERSION_KEY = b"troupe.trajectories"
+VERSION_KEY = b"troupe.trajectories"
+"""Of the schema's metadata."""
 
 _ARRAYS = {"tokens": np.int32, "provenance": np.uint8, "logprobs": np.float32, "versions": np.int32}
 
@@ -98,7 +99,7 @@ SCHEMA = pa.schema(
         ("steps", pa.list_(STEP)),
         ("nodes", pa.list_(NODE)),
     ],
-    metadata={_VERSION_KEY: str(VERSION).encode()},
+    metadata={VERSION_KEY: str(VERSION).encode()},
 )
 """One row a trajectory; the fields of `trajectory.Trajectory` with its task and failure flattened."""
 
@@ -152,15 +153,20 @@ def from_table(table: pa.Table) -> list[Trajectory]:
 
 def check(schema: pa.Schema) -> None:
     """Raises StoreError unless `schema` is of this version and has every column of `SCHEMA`."""
-    version = (schema.metadata or {}).get(_VERSION_KEY)
+    check_version(schema)
+    for field in SCHEMA:
+        if schema.get_field_index(field.name) < 0 or not schema.field(field.name).type.equals(field.type):
+            raise StoreError(f"trajectories without the column '{field.name}: {field.type}'; the table was altered")
+
+
+def check_version(schema: pa.Schema) -> None:
+    """Raises StoreError unless `schema` says that it is of this version."""
+    version = (schema.metadata or {}).get(VERSION_KEY)
     if version is None:
         raise StoreError("not a table of trajectories: its schema has no 'troupe.trajectories' version")
     if version != str(VERSION).encode():
         found = version.decode(errors="replace")
         raise StoreError(f"trajectories of schema version {found}, this side reads {VERSION}: use the one that wrote them")
-    for field in SCHEMA:
-        if schema.get_field_index(field.name) < 0 or not schema.field(field.name).type.equals(field.type):
-            raise StoreError(f"trajectories without the column '{field.name}: {field.type}'; the table was altered")
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

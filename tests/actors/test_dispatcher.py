@@ -21,7 +21,7 @@ from troupe.actors.dispatcher import BIAS, EVAL_GROUP, Dispatcher, seed_of
 from troupe.actors.permits import Permits
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos, Simulation
-from troupe.actors.store import Store, committed
+from troupe.actors.store import Store
 from troupe.envs.base import TextWorld
 from troupe.protocol import arrow
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
@@ -42,6 +42,7 @@ from troupe.protocol.messages import (
     RunEpisode,
     Sampling,
 )
+from troupe.protocol.stored import committed
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Failure, Node, Step, Task, Trajectory
 
 SEEDS = 6

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pytest
 
 from troupe.actors import store as module
-from troupe.actors.store import Store, committed, manifest
+from troupe.actors.store import Store
 from troupe.protocol import arrow
 from troupe.protocol.errors import NotReady, Overloaded, StoreError
 from troupe.protocol.messages import Blob, CommitGroup, Deposit, Fence, GetBatch, GetCommitted, Ping
+from troupe.protocol.stored import committed, manifest
 from troupe.protocol.trajectory import Failure, Node, Step, Task, Trajectory
 
 

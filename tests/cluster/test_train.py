@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import troupe
+from troupe.learner.train import app as alone
 from troupe.protocol.trajectory import POLICY
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -97,7 +99,7 @@ def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) 
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert all({"reward_mean", "reward_std", "entropy", "tokens_per_s", "actors_alive", "kl"} <= row.keys() for row in metrics)
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-2", "step-4", "step-6"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-0", "step-2", "step-4", "step-6"]
     assert list((run / "tensorboard").iterdir())
 
     opened = troupe.open(str(run))
@@ -131,6 +133,10 @@ def test_ctrl_c_leaves_nothing_but_a_folder_that_resumes(tmp_path: Path) -> None
     metrics = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert metrics == [1, 2, 3, 4, 5]
     assert troupe.open(str(run)).query("SELECT count(*) c FROM trajectories WHERE trains").to_pylist() == [{"c": 40}]
+
+    replayed = CliRunner().invoke(alone, ["--run", str(run), "--from", str(run / "checkpoints" / "step-0")])
+    assert replayed.exit_code == 0, replayed.output
+    assert replayed.stdout.count("weights equal to the run's, to the byte") == 5
 
 
 def test_pools_and_generators_are_scaled_while_the_run_goes_on(tmp_path: Path) -> None:

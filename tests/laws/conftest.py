@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 
 from troupe.actors.company import Parts
 from troupe.actors.director import Director
+from troupe.actors.learner import Trains
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Chaos, Simulation
 from troupe.cluster import config as recipes
@@ -150,6 +152,7 @@ class SimulatedRun:
     config: RunConfig
     model_folder: Path
     liar: float = 0.0
+    make_trainer: Callable[[], Trains] | None = None  # None: the digest
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     loads: list[tuple[str, int, str]] = field(default_factory=list)
@@ -187,7 +190,7 @@ class SimulatedRun:
                             parts=Parts(
                                 str(self.model_folder),
                                 lambda name: SeededEngine(name, self),
-                                lambda: DigestTrainer(self),
+                                self.make_trainer or (lambda: DigestTrainer(self)),
                             ),
                         )
                         await context.ref("director", Director).run()

@@ -30,7 +30,6 @@ import pytest
 
 from tests.laws.conftest import SeededEngine
 from troupe.actors import dispatcher as dispatching
-from troupe.actors import store as storing
 from troupe.actors.context import within
 from troupe.actors.dispatcher import Dispatcher
 from troupe.actors.env_pool import EnvPool
@@ -40,7 +39,7 @@ from troupe.actors.simulated import Chaos, Simulation
 from troupe.actors.store import Store
 from troupe.envs import registry
 from troupe.envs.echo import Echo
-from troupe.protocol import arrow
+from troupe.protocol import arrow, stored
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import (
@@ -213,7 +212,7 @@ class Run:
     most_deposits: int = 0
     lives: Counter[str] = field(default_factory=Counter)
     rows: list[Trajectory] = field(default_factory=list)
-    groups: list[storing.Group] = field(default_factory=list)
+    groups: list[stored.Group] = field(default_factory=list)
     status: DispatcherStatus | None = None
     worlds_left: int = 0
     deposits_left: int = 0
@@ -270,8 +269,8 @@ class Stage:
             self.simulation.run(self._lead, limit_s=5_000.0)
             run.seconds = self.simulation.loop.moment
             run.crashes = list(self.simulation.crashes)
-            run.rows = arrow.from_table(storing.committed(folder).drop_columns(["trains"]))
-            run.groups = storing.manifest(folder).groups
+            run.rows = arrow.from_table(stored.committed(folder).drop_columns(["trains"]))
+            run.groups = stored.manifest(folder).groups
         return run
 
     # -- worlds and events -------------------------------------------------------------------------------------------

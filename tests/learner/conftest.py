@@ -61,7 +61,7 @@ def trajectory(index: int, group: int, reward: float, *, turns: int = 2, forked:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_trajectory() -> Callable[..., Trajectory]:
     return trajectory
 

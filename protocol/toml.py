@@ -1,0 +1,110 @@
+"""TOML as typed settings: overrides from the command line, and errors that say what to change.
+
+Promise: an unknown key or a wrong type names the file, the line and the nearest valid key.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import pydantic
+
+from troupe.protocol.errors import ConfigError, nearest
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def parse(path: str | Path, overrides: list[str] | None = None) -> tuple[dict[str, Any], str]:
+    """The file's content with `overrides` applied, and its text. Raises ConfigError for what is no TOML."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    for change in overrides or []:
+        override(data, change)
+    return data, text
+
+
+def override(data: dict[str, Any], given: str) -> None:
+    """Sets one key: "section.key=value", value in TOML or a bare word; nothing after = puts it back to its default."""
+    key, equals, value = given.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set '{given}': write it as section.key=value")
+    *sections, last = [part.strip() for part in key.split(".")]
+    here = data
+    for section in sections:
+        below = here.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set '{given}': '{section}' is a value, not a section")
+        here = below
+    if value.strip():
+        here[last] = value_of(value)
+    else:
+        here.pop(last, None)  # back to its default
+
+
+def value_of(text: str) -> Any:
+    """What a flag's value means: TOML, or a bare word."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def validate(kind: type[M], data: dict[str, Any], where: str, text: str = "", overrides: list[str] | None = None) -> M:
+    """`data` as a `kind`. Raises ConfigError naming the first thing that is wrong."""
+    try:
+        return kind.model_validate(data)
+    except pydantic.ValidationError as error:
+        found = error.errors()
+        first = next((one for one in found if one["type"] == "extra_forbidden"), found[0])  # a misspelt key explains the rest
+        keys = [str(part) for part in first["loc"]]
+        name = ".".join(keys)
+        line = _line_of(text, keys)
+        at = f"{where} line {line}" if line else where
+        for change in overrides or []:
+            if name == change.partition("=")[0].strip():
+                at = f"{where} with {change}"
+        if first["type"] == "extra_forbidden":
+            known = _known_keys(kind)
+            raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error
+        given = first.get("input")
+        raise ConfigError(f"{at}: '{name}' = {given!r}: {first['msg']}") from error
+
+
+def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        for kind in (field.annotation, *get_args(field.annotation)):  # a section may be optional
+            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+                keys += _known_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def _line_of(text: str, keys: list[str]) -> int:
+    """Line (from 1) on which the dotted key is set, 0 if it is not in the file (an override, say)."""
+    section: list[str] = []
+    tables: dict[tuple[str, ...], int] = {}  # of each [[array]], the number of the latest
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]+", line)
+        if header:
+            name = tuple(part.strip().strip("\"'") for part in header[2].split("."))
+            if header[1] == "[[":
+                tables[name] = tables.get(name, -1) + 1
+            section = []
+            for depth, part in enumerate(name, 1):
+                section += [part, str(tables[name[:depth]])] if name[:depth] in tables else [part]
+            if keys in (section, list(name)):
+                return number
+            continue
+        assignment = re.match(r"\s*([\w.\"'-]+)\s*=", line)
+        if assignment:
+            here = section + [part.strip("\"'") for part in assignment[1].split(".")]
+            if here == keys or (len(here) < len(keys) and keys[: len(here)] == here):
+                return number
+    return 0
