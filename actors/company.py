@@ -228,7 +228,7 @@ class Company:
             pid = await spawn(
                 name,
                 Learner,
-                _device(config.learner.device),
+                _device(config.learner.device, config.learner.ranks),
                 make_trainer=self._parts.make_trainer,
                 folder=checkpoints,
                 keep=config.keep_checkpoints,
@@ -378,5 +378,5 @@ class Company:
         self._ledger.note("retired", actor=name)
 
 
-def _device(name: str) -> dict[str, float] | None:
-    return {"num_gpus": 1.0} if name.startswith("cuda") else None
+def _device(name: str, count: int = 1) -> dict[str, float] | None:
+    return {"num_gpus": float(count)} if name.startswith("cuda") else None

@@ -10,6 +10,10 @@ from troupe.learner.config import LearnerConfig, ModelConfig
 
 def make_trainer(config: LearnerConfig, model: ModelConfig, seed: int) -> Trains:
     """The trainer of a run."""
+    if config.ranks > 1:
+        from troupe.learner.ranked import RankedTrainer
+
+        return RankedTrainer(config, model, seed=seed)
     from troupe.learner.trainer import Trainer
 
     return Trainer(config, model, seed=seed)

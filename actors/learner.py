@@ -20,7 +20,7 @@ import numpy as np
 from troupe.actors.context import Context
 from troupe.protocol.arrow import from_table
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import NotReady
+from troupe.protocol.errors import ActorLost, NotReady
 from troupe.protocol.messages import (
     ColdStart,
     GetWeights,
@@ -171,11 +171,14 @@ class Learner:
         began = time.monotonic()
         try:
             return await asyncio.to_thread(function)
+        except ActorLost as error:
+            self._context.die(f"its trainer is gone: {error}")
+            raise
         finally:
             self._busy += time.monotonic() - max(began, self._since)
 
     async def _publish(self) -> Weights:
-        tensors = dict(self._trainer.tensors())
+        tensors = dict(await self._work(self._trainer.tensors))
         checksum = await asyncio.to_thread(checksum_of, tensors)
         self._weights = Weights(self._trainer.step, checksum, self._context.blobs.put(tensors))
         return self._weights

@@ -294,8 +294,8 @@ def _place(config: RunConfig) -> None:
 
     gpus = int(ray.cluster_resources().get("GPU", 0))
     if config.learner.device == "auto":
-        config.learner.device = "cuda" if gpus > config.generator.replicas else "cpu"
-    learner = int(config.learner.device.startswith("cuda"))
+        config.learner.device = "cuda" if gpus >= config.generator.replicas + config.learner.ranks else "cpu"
+    learner = config.learner.ranks if config.learner.device.startswith("cuda") else 0
     generators = config.generator.replicas if config.generator.device.startswith("cuda") else 0
     if learner + generators > gpus:
         raise ConfigError(

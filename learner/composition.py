@@ -32,6 +32,10 @@ def check(config: LearnerConfig, model: ModelConfig) -> None:
             "learner.kl.reset_every needs a copy of the policy, but with model.lora the base model is the reference: set it "
             "to 0, or train all weights"
         )
+    if config.ranks > 1 and config.device.startswith("cuda:"):
+        raise ConfigError(
+            f"learner.device = '{config.device}' is one GPU, but learner.ranks = {config.ranks} need one each: set it to 'cuda'"
+        )
     if config.critic.path and config.critic.kind == "head":
         raise ConfigError(
             "learner.critic.path names a model, but critic.kind = 'head' uses the policy's: set kind = 'separate'"

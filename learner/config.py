@@ -198,7 +198,12 @@ class LearnerConfig(_Settings):
     activation_checkpointing: bool = Field(
         False, description="keep no activations but each layer's input, and compute them again: less memory, more time"
     )
-    threads: int = Field(1, ge=1, description="CPU threads")
+    ranks: int = Field(
+        1,
+        ge=1,
+        description="processes that share weights and work (FSDP), each on its own GPU, or on the CPU; see docs/ranks.md",
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of each rank")
     device: str = Field("auto", description="torch device; auto: the GPU that this process sees, else the CPU")
 
     @model_validator(mode="after")

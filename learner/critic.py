@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from troupe.learner import ranks
 from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.learner.model import load
 from troupe.learner.optimiser import Optimiser
@@ -24,21 +25,22 @@ class Critic:
     def __init__(self, policy: Parts, config: LearnerConfig, model: ModelConfig, *, seed: int, device: torch.device) -> None:
         settings = config.critic
         self._lr, self._clip = settings.lr, settings.value_clip
-        self._backbone, self._own = policy[0], None
+        self._parts, self._own = policy, None
         if settings.kind == "separate":
             folder = settings.path or model.path
-            self._own = load(ModelConfig(path=folder, dtype=model.dtype), seed=seed).to(device)
-            self._backbone = prepare(self._own, checkpointing=config.activation_checkpointing)[0]
-        self._head = torch.nn.Linear(self._backbone.config.hidden_size, 1, device=device)
+            self._own = load(ModelConfig(path=folder, dtype=model.dtype), seed=seed)
+            self._parts = prepare(self._own, device=device, checkpointing=config.activation_checkpointing)
+        self._head = torch.nn.Linear(self._parts.backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
+        ranks.spread(self._head, [], device)
         trained = [*self._head.parameters(), *(self._own.parameters() if self._own is not None else ())]
         self._optimiser = Optimiser(trained, betas=config.betas, weight_decay=0.0, max_grad_norm=config.max_grad_norm)
 
     def values(self, row: Row) -> torch.Tensor:
         """Values [k] of a row's targets, float32, with gradients for what is trained."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._own is not None):
-            hidden = hidden_states(self._backbone, row)
+            hidden = hidden_states(self._parts, row)
         values: torch.Tensor = self._head(hidden.float())[:, 0]
         return values
 
@@ -55,7 +57,7 @@ class Critic:
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         self._optimiser.step(self._lr)
-        return total
+        return ranks.total([total])[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Head, separate model and optimiser."""
@@ -64,7 +66,7 @@ class Critic:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`."""
-        self._head.load_state_dict(state["head"])
+        ranks.fill(self._head, state["head"])
         if self._own is not None:
-            self._own.load_state_dict(state["own"])
+            ranks.fill(self._own, state["own"])
         self._optimiser.load_state_dict(state["optimiser"])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from troupe.learner import ranks
 from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.protocol.errors import CheckpointError, ConfigError
 
@@ -85,8 +86,12 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:
-    """The published weights. On a CPU they are views of the parameters: copy what must outlive the next step."""
-    return {name: _to_numpy(parameter.detach()) for name, parameter in parameters_of(model).items()}
+    """The published weights. On a CPU they are views of the parameters: copy what must outlive the next step.
+
+    Of several ranks that share the model all must ask, and only the first gets them.
+    """
+    whole = ranks.gathered({name: parameter.detach() for name, parameter in parameters_of(model).items()})
+    return {name: _to_numpy(tensor) for name, tensor in whole.items() if tensor is not None}
 
 
 @torch.no_grad()
@@ -96,16 +101,17 @@ def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, A
     problems = [f"missing '{name}'" for name in own if name not in tensors]
     problems += [f"unexpected '{name}'" for name in tensors if name not in own]
     for name in own.keys() & tensors.keys():
-        expected, given = _to_numpy(own[name].detach()), tensors[name]
-        if given.shape != expected.shape or given.dtype != expected.dtype:
-            shapes = f"{given.dtype}{list(given.shape)} where the model has {expected.dtype}{list(expected.shape)}"
+        shape, dtype, given = tuple(own[name].shape), _to_numpy(torch.empty(0, dtype=own[name].dtype)).dtype, tensors[name]
+        if given.shape != shape or given.dtype != dtype:
+            shapes = f"{given.dtype}{list(given.shape)} where the model has {dtype}{list(shape)}"
             problems.append(f"'{name}' is {shapes}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"weights are of another model: {'; '.join(sorted(problems)[:5])}{more}")
     for name, parameter in own.items():
         source = torch.from_numpy(np.array(tensors[name]))  # a copy: shared memory is read-only, which torch warns of
-        parameter.copy_(source.view(torch.bfloat16) if parameter.dtype == torch.bfloat16 else source)
+        source = source.view(torch.bfloat16) if parameter.dtype == torch.bfloat16 else source
+        parameter.copy_(ranks.share(source, parameter))
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -129,10 +135,24 @@ _TOKENIZER_FILES = (
 )
 
 
-def save_model(model: torch.nn.Module, folder: Path, source: Path) -> None:
-    """Writes a Hugging Face folder, or with LoRA a peft adapter's, and the tokenizer of `source` into it."""
+def saved_weights(model: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """What `save_model` needs of a model that several ranks share: all must ask. None if this process is alone."""
+    if ranks.size() == 1:
+        return None
+    state = model.state_dict(keep_vars=True)
+    if hasattr(model, "peft_config"):
+        state = {name: tensor for name, tensor in state.items() if ".lora_" in name}
+    whole: dict[str, torch.Tensor] = ranks.gathered(state)
+    return whole
+
+
+def save_model(model: torch.nn.Module, folder: Path, source: Path, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Writes a Hugging Face folder, or with LoRA a peft adapter's, and the tokenizer of `source` into it.
+
+    weights: from `saved_weights`.
+    """
     saved: Any = model
-    saved.save_pretrained(str(folder))
+    saved.save_pretrained(str(folder), state_dict=weights)
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             (folder / name).write_bytes((source / name).read_bytes())

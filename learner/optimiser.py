@@ -3,7 +3,8 @@
 Promises:
 - gradients are accumulated in float32 whatever the model's type, so the number of micro-batches does not change them;
 - a step whose gradient is not finite raises Diverged and changes nothing;
-- `load_state_dict(state_dict())` continues bit by bit.
+- `load_state_dict(state_dict())` continues bit by bit;
+- of several ranks each keeps its share of masters and moments, and the norm is that of the whole gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from troupe.learner import ranks
 from troupe.learner.errors import Diverged
 
 
@@ -51,7 +53,7 @@ class Optimiser:
     def step(self, lr: float) -> float:
         """Applies and clears the accumulated gradient; returns its norm before clipping. Raises Diverged."""
         masters = [master for _, master in self._pairs]
-        norm = float(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm))
+        norm = float(ranks.whole(torch.nn.utils.clip_grad_norm_(masters, self._max_grad_norm)))
         if math.isfinite(norm):
             for group in self._adam.param_groups:
                 group["lr"] = lr
@@ -59,11 +61,15 @@ class Optimiser:
             for parameter, master in self._pairs:
                 if parameter is not master:
                     parameter.copy_(master)
-        for master in masters:
-            master.grad = None
+        self.clear()
         if not math.isfinite(norm):
             raise Diverged(f"the gradient's norm is {norm}: lower the learning rate, or look for a broken reward")
         return norm
+
+    def clear(self) -> None:
+        """Forgets the accumulated gradient."""
+        for _, master in self._pairs:
+            master.grad = None
 
     def reset(self) -> None:
         """Forgets the moments, as after a change of objective, and takes the parameters as they are now."""
@@ -87,11 +93,15 @@ class Optimiser:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        self._adam.load_state_dict(state["adam"])
+        """The inverse of `state_dict`, of whole tensors."""
+        masters = [master for group in self._adam.param_groups for master in group["params"]]
+        moments = {
+            i: {name: ranks.share(t, masters[i]) for name, t in found.items()} for i, found in state["adam"]["state"].items()
+        }
+        self._adam.load_state_dict({**state["adam"], "state": moments})
         own = [m for p, m in self._pairs if m is not p]
         for mine, saved in zip(own, state["masters"], strict=True):
-            mine.copy_(saved)
+            mine.copy_(ranks.share(saved, mine))
 
 
 def _moves_gradient_to(master: torch.Tensor) -> Any:

@@ -4,22 +4,24 @@ Promises:
 - a row holds whole sequences, one after another; positions restart and attention never crosses a border, so every
   logprob equals that of the sequence alone, and gradients do not depend on what shares a row (law 5);
 - attention costs Σ nᵢ², not (Σ nᵢ)²: it runs sequence by sequence, without a mask; all else runs on the whole row;
-- logits are made for trained positions only, a bounded number at a time, never for tokens × vocabulary.
+- logits are made for trained positions only, a bounded number at a time, never for tokens × vocabulary;
+- of several ranks each gets as many rows as the others, so that none waits in vain: the last may train nothing.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from troupe.learner import ranks
 from troupe.learner.errors import BatchError
 from troupe.learner.truncation import kept
 from troupe.protocol.errors import ConfigError
@@ -91,6 +93,26 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return rows
 
 
+def deal(lengths: Sequence[int], capacity: int, count: int) -> list[list[list[int]]]:
+    """The rows of each of `count` ranks: sequences go, longest first, to the rank with the fewest tokens, which packs its own.
+
+    All ranks get the same number of rows; those beyond a rank's own are empty.
+    """
+    own: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = tokens.index(min(tokens))
+        own[least].append(index)
+        tokens[least] += lengths[index]
+    rows = [[[mine[i] for i in row] for row in pack([lengths[i] for i in mine], capacity)] for mine in own]
+    most = max(map(len, rows))
+    return [found + [[]] * (most - len(found)) for found in rows]
+
+
+_NOTHING = Trainable(np.zeros(1, np.int32), np.zeros(0, np.int64))
+"""What an empty row holds: one token, which trains nothing. Its gradient is zero."""
+
+
 @dataclass(slots=True)
 class Row:
     """One forward pass.
@@ -117,9 +139,9 @@ class Row:
 
 
 def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device) -> Iterator[Row]:
-    """Packs `sequences` into rows on `device`."""
-    for indices in pack([len(s.tokens) for s in sequences], capacity):
-        members = [sequences[i] for i in indices]
+    """Packs `sequences`, of several ranks this one's share of them, into rows on `device`."""
+    for indices in deal([len(s.tokens) for s in sequences], capacity, ranks.size())[ranks.rank()]:
+        members = [sequences[i] for i in indices] or [_NOTHING]
         lengths = [len(s.tokens) for s in members]
         starts = np.cumsum([0, *lengths[:-1]])
         counts = [len(s.at) for s in members]
@@ -145,17 +167,32 @@ def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device)
         )
 
 
-Parts: TypeAlias = tuple[Any, Any]
-"""(backbone, output head) of a model."""
+T = TypeVar("T")
 
 
-def prepare(model: torch.nn.Module, *, checkpointing: bool = False) -> Parts:
-    """Makes `model` fit for packed rows; returns (backbone, output head) for `logprobs`.
+@dataclass(slots=True)
+class Parts:
+    """A model's backbone and output head. whole: of several ranks, what gathers their weights around a piece of work."""
 
-    From then on it reads packed rows and nothing else. checkpointing: keep only what goes into each layer, and compute the
-    rest again in the backward pass (arXiv:1604.06174). Raises ConfigError if its attention cannot be replaced.
+    backbone: Any
+    head: Any
+    whole: Any = None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """`work()`, while the weights are there."""
+        done: T = work() if self.whole is None else self.whole(work)
+        return done
+
+
+def prepare(model: torch.nn.Module, *, device: torch.device | None = None, checkpointing: bool = False) -> Parts:
+    """Makes `model` fit for packed rows on `device` (unset: the CPU); returns its parts for `logprobs`.
+
+    From then on it reads packed rows and nothing else; of several ranks each holds a share of it. checkpointing: keep only
+    what goes into each layer, and compute the rest again in the backward pass (arXiv:1604.06174). Raises ConfigError if
+    its attention cannot be replaced.
     """
     from transformers import AttentionInterface
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     AttentionInterface.register(ATTENTION, _attention)
     causal: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
@@ -164,29 +201,31 @@ def prepare(model: torch.nn.Module, *, checkpointing: bool = False) -> Parts:
     causal.set_attn_implementation(ATTENTION)
     if causal.config._attn_implementation != ATTENTION:
         raise ConfigError(f"a {causal.config.model_type} model cannot be trained: its attention cannot be replaced")
-    if checkpointing:
-        _checkpoint_layers(causal)
-    return causal.get_decoder(), causal.get_output_embeddings()
-
-
-def _checkpoint_layers(model: Any) -> None:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
+    layers: list[Any] = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if checkpointing and not layers:
         raise ConfigError(
-            f"a {model.config.model_type} model has no layers to checkpoint: set activation_checkpointing = false"
+            f"a {causal.config.model_type} model has no layers to checkpoint: set activation_checkpointing = false"
         )
-    for layer in layers:  # transformers does it in training mode only, which also turns on dropout
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if checkpointing:
+        for layer in layers:  # transformers does it in training mode only, which also turns on dropout
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    parts = Parts(causal.get_decoder(), causal.get_output_embeddings())
+    if ranks.spread(causal, layers, device or torch.device("cpu")):
+        causal.forward = lambda work: work()  # backbone and head are called one by one, and both need their weights
+        parts.whole = causal
+    return parts
 
 
 Entropy = Literal["skip", "measure", "train"]
 """Of the policy at each trained token: leave it at 0, compute it without a gradient, or with one."""
 
 
-def hidden_states(backbone: Any, row: Row) -> torch.Tensor:
+def hidden_states(model: Parts, row: Row) -> torch.Tensor:
     """The last hidden states [k, hidden] from which each target is predicted."""
+    return model.run(lambda: _hidden_states(model.backbone, row))
+
+
+def _hidden_states(backbone: Any, row: Row) -> torch.Tensor:
     output = backbone(input_ids=row.tokens, position_ids=row.positions, use_cache=False, sequence_lengths=row.lengths)
     hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, row.at)
     return hidden
@@ -198,8 +237,11 @@ def logprobs(model: Parts, row: Row, *, entropy: Entropy = "skip") -> tuple[torc
     Logprobs are of softmax(logits / temperature), cut by top_k and top_p, as the engine samples; entropy is of
     softmax(logits), in nats.
     """
-    backbone, head = model
-    hidden = hidden_states(backbone, row)
+    return model.run(lambda: _logprobs(model.backbone, model.head, row, entropy))
+
+
+def _logprobs(backbone: Any, head: Any, row: Row, entropy: Entropy) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = _hidden_states(backbone, row)
     # sorting a cut distribution takes several times the room of its logits
     step = max(1, _LOGITS_AT_ONCE // head.weight.shape[0] // (1 if row.cut is None else 8))
 

@@ -2,6 +2,7 @@
 
 With LoRA it is the base model, reached by turning the adapter off: no second copy. Without, it is a copy of the policy as it
 was when reinforcement learning began (after the cold start), or when it was last reset (ProRL, arXiv:2505.24864, section 3).
+Of several ranks each holds a share of the copy.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
+from troupe.learner import ranks
 from troupe.learner.config import ModelConfig
-from troupe.learner.model import load, load_tensors, tensors_of
+from troupe.learner.model import load
 from troupe.learner.packing import Parts, prepare
 
 
@@ -31,12 +33,14 @@ class Reference:
         was a reset; the first copy is none."""
         due = bool(self._reset_every and step and step % self._reset_every == 0)
         if self._config.lora is None and (self._copy is None or due):
-            load_tensors(self._frozen(), tensors_of(self._model))
+            with torch.no_grad():
+                for mine, current in zip(self._frozen().parameters(), self._model.parameters(), strict=True):
+                    mine.copy_(current)
         return due
 
     @contextmanager
     def parts(self) -> Iterator[Parts]:
-        """(backbone, output head) of the reference, for `packing.logprobs`, without gradients."""
+        """Those of the reference, for `packing.logprobs`, without gradients."""
         with torch.no_grad():
             if self._copied is not None:
                 yield self._copied
@@ -51,10 +55,10 @@ class Reference:
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `state_dict`."""
         if state:
-            self._frozen().load_state_dict(state)
+            ranks.fill(self._frozen(), state)
 
     def _frozen(self) -> torch.nn.Module:
         if self._copy is None:
-            self._copy = load(self._config, seed=self._seed).to(next(self._model.parameters()).device).requires_grad_(False)
-            self._copied = prepare(self._copy)
+            self._copy = load(self._config, seed=self._seed).requires_grad_(False)
+            self._copied = prepare(self._copy, device=next(self._model.parameters()).device)
         return self._copy

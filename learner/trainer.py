@@ -6,6 +6,9 @@ Promises:
   bit-identical to never having stopped (law 7), given the same number of threads;
 - a checkpoint folder is complete or absent;
 - a batch that must not be trained on raises BatchError before anything changes.
+
+Where this process is one of several `ranks`, all of them make the same calls with the same arguments, and each holds and does
+its share. All get the same results and errors; weights and checkpoints come from the first.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from troupe.learner import advantages, checkpoint, composition, losses
+from troupe.learner import advantages, checkpoint, composition, losses, ranks
 from troupe.learner.aggregate import aggregate
 from troupe.learner.agreement import agreement
 from troupe.learner.batch import TrainingBatch, assemble, credit
@@ -50,6 +53,11 @@ class Trainer:
     def __init__(self, config: LearnerConfig, model: ModelConfig, *, seed: int) -> None:
         """Loads the model. Raises ConfigError for a model that cannot be used, or parts that do not fit together."""
         composition.check(config, model)
+        if config.ranks not in (1, ranks.size()):
+            raise ConfigError(
+                f"learner.ranks = {config.ranks}, but {ranks.size()} of them came: use `learner.ranked`, or start them with "
+                f"torchrun --nproc-per-node {config.ranks}"
+            )
         self.config = self._given = config
         self.model_config = model
         self.seed = seed
@@ -58,10 +66,10 @@ class Trainer:
         self._loss = losses.find(config.loss)
         self._loss_traits = losses.traits(self._loss)
         torch.set_num_threads(config.threads)
-        automatic = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(automatic if config.device == "auto" else config.device)
-        self.model = load(model, seed=seed).to(self._device)
-        self._parts = prepare(self.model, checkpointing=config.activation_checkpointing)
+        self._device = ranks.device(config.device)
+        with ranks.together():
+            self.model = load(model, seed=seed)
+        self._parts = prepare(self.model, device=self._device, checkpointing=config.activation_checkpointing)
         self._limits: Any = getattr(self.model, "config")  # noqa: B009  (torch types attributes of modules as tensors)
         self._optimiser = Optimiser(
             parameters_of(self.model).values(),
@@ -104,6 +112,7 @@ class Trainer:
         if not demos:
             raise BatchError("no demonstration has a supervised token: there is nothing to learn from")
         self._check_sequences(demos)
+        ranks.same("set of demonstrations", *(s.tokens for s in demos), *(s.at for s in demos))
         self._optimiser.reset()
         order: list[int] = []
         rng = np.random.default_rng([self.seed, 1])
@@ -120,6 +129,7 @@ class Trainer:
                 loss = -lp.sum() / count
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item()
+            total = ranks.total([total])[0]
             self._optimiser.step(cold_start_rate(self.config, step, steps))
             trained += count
             seen.append(total)
@@ -156,8 +166,7 @@ class Trainer:
             return self.prefer(trajectories)
         started = time.perf_counter()
         config = self.config
-        batch = assemble(trajectories, config)
-        self._check_sequences(batch.sequences)
+        batch = self._assemble(trajectories, config)
         lr = learning_rate(config, self.step)
         run = _Step(batch, self._device)
         told = self._look(batch, run, teacher)
@@ -181,8 +190,7 @@ class Trainer:
         BatchError and Diverged.
         """
         started = time.perf_counter()
-        batch = assemble(trajectories, self.config.model_copy(update={"filter": "all"}))
-        self._check_sequences(batch.sequences)
+        batch = self._assemble(trajectories, self.config.model_copy(update={"filter": "all"}))
         pairs = pairs_of(batch.trajectories)
         lr = learning_rate(self.config, self.step)
         told = {"dpo_loss": 0.0, "dpo_accuracy": 0.0, "dpo_margin": 0.0}
@@ -195,9 +203,12 @@ class Trainer:
             self._reference.follow(self.step)
             with self._reference.parts() as parts:
                 self._measure(sequences, run.reference, parts=parts)
+            ranks.merge(run.reference)
             norms = []
         for _ in range(self.config.passes if pairs else 0):
+            run.old.zero_()
             self._measure(sequences, run.old)
+            ranks.merge(run.old)
             sums = torch.zeros(len(batch.trajectories), dtype=torch.float64, device=self._device)
             lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
             margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
@@ -224,11 +235,19 @@ class Trainer:
             "learn_s": time.perf_counter() - started,
         }
 
+    def _assemble(self, trajectories: list[Trajectory], config: LearnerConfig) -> TrainingBatch:
+        with ranks.together():
+            batch = assemble(trajectories, config)
+            self._check_sequences(batch.sequences)
+        ranks.same("batch", *(s.tokens for s in batch.sequences), batch.rollout, np.array([*batch.metrics.values()]))
+        return batch
+
     def _look(self, batch: TrainingBatch, run: _Step, teacher: Mapping[str, Any] | None) -> dict[str, float]:
         """All that is computed with the weights before the step, and from it each token's credit; returns its metrics."""
         config, told = self.config, {}
         if self._looks_first:
             self._measure(batch.sequences, run.old, run.entropy)
+            ranks.merge(run.old, run.entropy)
         if config.correct_level == "sequence":
             run.importance = importance(
                 over_sequences(run.old, run.trajectory), over_sequences(run.rollout, run.trajectory), config
@@ -239,6 +258,7 @@ class Trainer:
                 self._optimiser.forget()
             with self._reference.parts() as parts:
                 self._measure(batch.sequences, run.reference, parts=parts)
+            ranks.merge(run.reference)
             if config.kl.where == "reward":
                 kl = divergence(run.old, run.reference, config.kl.estimator)
                 penalty = (-config.kl.coef * kl).double().cpu().numpy()
@@ -246,18 +266,20 @@ class Trainer:
             with torch.no_grad():
                 for row in self._rows(batch.sequences):
                     run.value[row.where] = self._critic.values(row)
+            ranks.merge(run.value)
             values = run.value.double().cpu().numpy()
         old = run.old.double().cpu().numpy() if self._looks_first else None
         if self._teacher is not None and teacher is None:
             graded = torch.zeros_like(run.old)
             self._measure(batch.sequences, graded, parts=self._teacher)
+            ranks.merge(graded)
             per_trajectory = batch.in_node_order(graded.double().cpu().numpy())
             teacher = {t.id: lp for t, lp in zip(batch.trajectories, per_trajectory, strict=True)}
         now = config.at(self.step + 1)
         given = credit(batch, self._estimator, now, values=values, old=old, penalty=penalty, teacher=teacher)
-        run.credit(given.advantage)
+        run.credit(ranks.of_first(given.advantage))
         if self._critic is not None and values is not None:
-            run.target = torch.from_numpy(given.target).to(self._device)
+            run.target = torch.from_numpy(ranks.of_first(given.target)).to(self._device)
             spread = float(given.target.var())
             told["value_explained"] = 1 - float((given.target - values).var()) / spread if spread else 0.0
         return told
@@ -316,6 +338,11 @@ class Trainer:
             loss = ((value * mine).sum() - config.entropy_coef * (spread * mine).sum()) / divisor
             loss.backward()  # type: ignore[no-untyped-call]
             run.add(loss, figures)
+        if fresh:
+            ranks.merge(run.old, run.entropy)
+        if not math.isfinite(whole := run.sum_loss()):
+            self._optimiser.clear()
+            raise Diverged(f"the loss is {whole}: lower the learning rate, or look for a broken reward or logprob")
         # where no sequence has anything to teach there is no gradient, and AdamW leaves the weights as they are
         count = sum(len(s.at) for s in sequences)
         run.finish(self._optimiser.step(lr), count)
@@ -358,7 +385,7 @@ class Trainer:
                 f"learner.teacher '{folder}' has {theirs.vocab_size} tokens and the policy {self._limits.vocab_size}: "
                 "name a model of the same tokenizer"
             )
-        return prepare(model.to(self._device))
+        return prepare(model, device=self._device)
 
     def _refer(self) -> Reference:
         reset_every = self.config.kl.reset_every if self.config.kl is not None else 0
@@ -377,12 +404,13 @@ class Trainer:
                 break
             room -= len(sequence.tokens)
             chosen.append(sequence)
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         for row in self._rows(chosen):
             lp, _ = logprobs(self._parts, row)
             log_ratio = (lp - run.old[row.where]).clamp(-20.0, 20.0)
             total += (log_ratio.exp() - 1 - log_ratio).sum().item()
             count += len(log_ratio)
+        total, count = ranks.total([total, count])
         return total / count
 
     def _rows(self, sequences: Sequence[Trainable]) -> Iterable[Row]:
@@ -405,7 +433,8 @@ class Trainer:
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
     def tensors(self) -> Tensors:
-        """A snapshot of what is published to generators (see `learner.model.tensors_of`)."""
+        """A snapshot of what is published to generators (see `learner.model.tensors_of`); empty on other ranks than the
+        first."""
         return {name: array.copy() for name, array in tensors_of(self.model).items()}
 
     def save(self, folder: str | Path) -> None:
@@ -473,12 +502,14 @@ class _Step:
         self.advantage = torch.from_numpy(advantage).to(self.rollout.device)
 
     def add(self, loss: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
-        value = loss.item()
-        if not math.isfinite(value):
-            raise Diverged(f"the loss is {value}: lower the learning rate, or look for a broken reward or logprob")
-        self._loss[-1] += value
+        self._loss[-1] += loss.item()
         for name, figure in figures.items():
             self._figures[name] = self._figures.get(name, 0.0) + figure.sum().item()
+
+    def sum_loss(self) -> float:
+        """The loss of the optimiser step, of all ranks."""
+        self._loss[-1] = ranks.total(self._loss[-1:])[0]
+        return self._loss[-1]
 
     def finish(self, norm: float, count: int) -> None:
         self._norms.append(norm)
@@ -486,11 +517,12 @@ class _Step:
         self._tokens += count
 
     def metrics(self) -> dict[str, float]:
+        figures = ranks.total(list(self._figures.values()))
         told = {
             "entropy": self.entropy.mean().item(),
             "loss": sum(self._loss) / len(self._norms),
             "grad_norm": sum(self._norms) / len(self._norms),
-            **{name: total / self._tokens for name, total in self._figures.items()},
+            **{name: total / self._tokens for name, total in zip(self._figures, figures, strict=True)},
         }
         if self.value_losses:
             told["value_loss"] = sum(self.value_losses) / len(self.value_losses)

@@ -33,6 +33,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Any]:
+    """Two processes over gloo, each with a `Probe` of trainers that share their work. Mark the test xdist_group("ranks")."""
+    from tests.learner.probe import Probe
+    from troupe.learner.ranked import Ranked
+
+    ranks = Ranked(2, Probe, limit_s=120.0)
+    yield ranks
+    ranks.close()
+
+
 @pytest.fixture(autouse=True)
 def environment_is_left_as_it_was() -> Iterator[None]:
     """Joining a Ray cluster sets variables that would change how the next test starts its own."""

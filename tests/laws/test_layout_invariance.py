@@ -1,4 +1,4 @@
-"""Law 5: gradients do not depend on packing, padding, micro-batch size or the order of trajectories."""
+"""Law 5: gradients do not depend on packing, padding, micro-batch size, number of ranks or the order of trajectories."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.learner.probe import gradients
 from troupe.learner.config import LearnerConfig, ModelConfig
-from troupe.learner.optimiser import Optimiser
+from troupe.learner.ranked import Ranked
 from troupe.learner.tiny import make_tiny
 from troupe.learner.trainer import Trainer
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Node, Step, Task, Trajectory
@@ -54,48 +55,28 @@ Make = Callable[..., Trainer]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny(tmp_path_factory.mktemp("tiny"), ["a b"], hidden=16, layers=1, heads=2, mlp=24))
+
+
+@pytest.fixture(scope="module")
+def make(folder: str) -> Make:
     """A trainer for a loss, an estimator and perhaps a reference; its other settings may be exchanged."""
-    folder = make_tiny(tmp_path_factory.mktemp("tiny"), ["a b"], hidden=16, layers=1, heads=2, mlp=24)
 
     @cache
     def trainer(loss: str, advantage: str = "grpo", kl: bool = False) -> Trainer:
-        config = LearnerConfig(loss=loss, advantage=advantage, kl={"coef": 0.1} if kl else None, device="cpu")
-        return Trainer(config, ModelConfig(path=str(folder)), seed=0)
+        return Trainer(settings_of(loss, advantage, kl), ModelConfig(path=folder), seed=0)
 
     return trainer
 
 
+def settings_of(loss: str, advantage: str, kl: bool) -> LearnerConfig:
+    return LearnerConfig(loss=loss, advantage=advantage, kl={"coef": 0.1} if kl else None, device="cpu")
+
+
 def gradient(trainer: Trainer, trajectories: list[Trajectory], capacity: int, **config: Any) -> torch.Tensor:
-    """The gradients that reach the optimiser in a training step, one after another.
-
-    They are taken away there, and the weights are moved a little instead, the same way each time, so that in a second pass
-    ratios are not 1; at the end the weights are as they were.
-    """
-    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    before = trainer.config
-    trainer.config = before.model_copy(update={"tokens_per_micro_batch": capacity, **config})
-    seen: list[torch.Tensor] = []
-
-    def taken(_: Optimiser, lr: float) -> float:
-        seen.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
-        trainer.model.zero_grad()
-        generator = torch.Generator().manual_seed(len(seen))
-        with torch.no_grad():
-            for p in trainer.model.parameters():
-                p.add_(torch.randn(p.shape, generator=generator) * 0.02)
-        return 0.0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Optimiser, "step", taken)
-        patch.setattr("troupe.learner.critic.Critic.learn", lambda *_: 0.0)
-        trainer.train(trajectories)
-    trainer.config = before
-    with torch.no_grad():
-        for name, p in trainer.model.named_parameters():
-            p.copy_(start[name])
-    assert len(seen) == trainer.config.model_copy(update=config).passes
-    return torch.cat(seen)
+    """The policy's gradients in all optimiser steps of a training step, one after another."""
+    return gradients(trainer, trajectories, tokens_per_micro_batch=capacity, **config)["policy"]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -106,35 +87,69 @@ lengths = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1
 members = st.tuples(st.sampled_from([0.0, 0.5, 1.0]), lengths, st.booleans())
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    groups=st.lists(st.lists(members, min_size=1, max_size=3), min_size=1, max_size=2),
-    capacity=st.integers(1, 200),
-    entropy=st.sampled_from([0.0, 0.01]),
-    kl=st.booleans(),
-    advantage=st.sampled_from(["grpo", "gigpo", "turn_level", "treepo", "reinforce_pp", "gae", "bi_level_gae"]),
-    order=st.randoms(use_true_random=False),
-)
-def test_gradients_do_not_depend_on_layout(
-    make: Make,
-    groups: list[list[tuple[float, Parts, bool]]],
-    capacity: int,
-    entropy: float,
-    kl: bool,
-    advantage: str,
-    order: random.Random,
-) -> None:
-    # a pair with something to compare, so that there always is a gradient
+groups_of = st.lists(st.lists(members, min_size=1, max_size=3), min_size=1, max_size=2)
+Groups = list[list[tuple[float, Parts, bool]]]
+ESTIMATORS = ["grpo", "gigpo", "turn_level", "treepo", "reinforce_pp", "gae", "bi_level_gae"]
+
+
+def trajectories_of(groups: Groups) -> list[Trajectory]:
+    # and a pair with something to compare, so that there always is a gradient
     groups = [*groups, [(0.0, [(3, 4)], False), (1.0, [(2, 7), (1, 1)], True)]]
-    made = [
+    return [
         trajectory(10 * g + i, g, reward, parts, fork)
         for g, group in enumerate(groups)
         for i, (reward, parts, fork) in enumerate(group)
     ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=groups_of,
+    capacity=st.integers(1, 200),
+    entropy=st.sampled_from([0.0, 0.01]),
+    kl=st.booleans(),
+    advantage=st.sampled_from(ESTIMATORS),
+    order=st.randoms(use_true_random=False),
+)
+def test_gradients_do_not_depend_on_layout(
+    make: Make, groups: Groups, capacity: int, entropy: float, kl: bool, advantage: str, order: random.Random
+) -> None:
+    made = trajectories_of(groups)
     trainer = make("ppo_clip", advantage, kl)
     reference = gradient(trainer, made, 1, entropy_coef=entropy)  # each sequence alone
     order.shuffle(made)
     assert same(reference, gradient(trainer, made, capacity, entropy_coef=entropy))
+
+
+@pytest.mark.xdist_group("ranks")
+@settings(max_examples=10, deadline=None)
+@given(
+    groups=groups_of,
+    capacity=st.integers(1, 200),
+    entropy=st.sampled_from([0.0, 0.01]),
+    kl=st.booleans(),
+    advantage=st.sampled_from(["grpo", "gae"]),
+    loss=st.sampled_from(["ppo_clip", "gspo"]),
+)
+def test_gradients_do_not_depend_on_the_number_of_ranks(
+    make: Make,
+    two_ranks: Ranked,
+    folder: str,
+    groups: Groups,
+    capacity: int,
+    entropy: float,
+    kl: bool,
+    advantage: str,
+    loss: str,
+) -> None:
+    made = trajectories_of(groups)
+    config = {"tokens_per_micro_batch": capacity, "entropy_coef": entropy, "passes": 2}
+    alone = gradients(make(loss, advantage, kl), made, **config)
+    name = two_ranks.call("trainer", settings_of(loss, advantage, kl), ModelConfig(path=folder))
+    shared = two_ranks.call("gradients", name, made, **config)
+    assert alone.keys() == shared.keys()
+    for whose, found in alone.items():
+        assert same(found, torch.tensor(shared[whose])), whose
 
 
 CORRECTIONS: list[dict[str, Any]] = [
