@@ -167,6 +167,7 @@ class RankedTrainer:
     def __init__(self, config: LearnerConfig, model: ModelConfig, *, seed: int) -> None:
         """Starts the ranks. Raises ConfigError as `Trainer` does, and ActorLost."""
         self._ranks = Ranked(config.ranks, _trainer, config, model, seed)
+        self.config = config
         self.step = 0
 
     def cold_start(self, tokens: Sequence[Any], supervised: Sequence[Any], **settings: Any) -> dict[str, float]:

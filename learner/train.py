@@ -33,6 +33,7 @@ from troupe.protocol.errors import ConfigError, TroupeError
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from troupe.learner.ranked import RankedTrainer
     from troupe.learner.trainer import Trainer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -128,7 +129,7 @@ def train(
 
 def _replay(
     past: Past, step: int | None, checkpoint: str | None, model: str | None, overrides: list[str], tell: _Teller
-) -> tuple[Trainer, bool]:
+) -> tuple[Trainer | RankedTrainer, bool]:
     """Takes the steps from a checkpoint up to `step` again; also says whether all of them equal the run's."""
     made, whole = recipe.read(past.recipe, overrides)
     try:
@@ -167,7 +168,7 @@ def _replay(
     return trainer, equal
 
 
-def _verdict(past: Past, trainer: Trainer, weights: str, found: list[Difference]) -> str:
+def _verdict(past: Past, trainer: Trainer | RankedTrainer, weights: str, found: list[Difference]) -> str:
     step = trainer.step
     version = past.versions.get(step)
     if found:
@@ -190,7 +191,7 @@ def _made_with(version: Version | None) -> str:
 # -- stored data -----------------------------------------------------------------------------------------------------
 
 
-def _reinforce(trainer: Trainer, tables: Iterable[pa.Table], tell: _Teller, steps: int | None) -> None:
+def _reinforce(trainer: Trainer | RankedTrainer, tables: Iterable[pa.Table], tell: _Teller, steps: int | None) -> None:
     """A training step a batch."""
     tell.begin(trainer)
     for table in itertools.islice(tables, steps):
@@ -198,7 +199,7 @@ def _reinforce(trainer: Trainer, tables: Iterable[pa.Table], tell: _Teller, step
         tell.step(trainer.step, metrics, _weights(trainer))
 
 
-def _prefer(trainer: Trainer, tables: Iterable[pa.Table], tell: _Teller, steps: int | None) -> None:
+def _prefer(trainer: Trainer | RankedTrainer, tables: Iterable[pa.Table], tell: _Teller, steps: int | None) -> None:
     """A step of preferences on each batch that has any. Raises BatchError if none has."""
     from troupe.learner.errors import BatchError
     from troupe.learner.preferences import pairs_of
@@ -221,7 +222,14 @@ def _prefer(trainer: Trainer, tables: Iterable[pa.Table], tell: _Teller, steps: 
 
 
 def _imitate(
-    trainer: Trainer, stored: Batches, tell: _Teller, *, steps: int | None, epochs: int, batch: int, only_success: bool
+    trainer: Trainer | RankedTrainer,
+    stored: Batches,
+    tell: _Teller,
+    *,
+    steps: int | None,
+    epochs: int,
+    batch: int,
+    only_success: bool,
 ) -> None:
     """Supervised steps on what the policy said. Raises ConfigError if nothing succeeded."""
     from troupe.learner.preferences import succeeded
@@ -233,25 +241,27 @@ def _imitate(
     tell.note(f"{len(chosen)} of {len(seen)} trajectories are imitated")
     samples = [sample for t in chosen for sample in t.samples() if sample.mask.any()]
     wanted = epochs * -(-len(samples) // batch)
+    alone = trainer.config.ranks == 1  # several have no time to be asked in between
     tell.begin(trainer)
     trainer.cold_start(
         [sample.tokens for sample in samples],
         [sample.mask for sample in samples],
         steps=wanted if steps is None else min(wanted, steps),
         batch=batch,
-        progress=lambda done, of, loss: tell.step(done, {"loss": loss}, _weights(trainer)),
+        progress=lambda done, of, loss: tell.step(done, {"loss": loss}, _weights(trainer) if alone else ""),
     )
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _trainer(made: Recipe, model: str, checkpoint: str | Path | None) -> Trainer:
+def _trainer(made: Recipe, model: str, checkpoint: str | Path | None) -> Trainer | RankedTrainer:
     if not model:
         raise ConfigError("name the model with --model: a folder in Hugging Face layout, for example RUN/model")
     import torch
     import transformers
 
+    from troupe.learner.ranked import RankedTrainer
     from troupe.learner.trainer import Trainer
 
     device = made.learner.device
@@ -262,16 +272,15 @@ def _trainer(made: Recipe, model: str, checkpoint: str | Path | None) -> Trainer
     if not sees_it:
         raise ConfigError(f"learner.device = '{device}', but no GPU is seen here; close, not equal: --set learner.device=cpu")
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    trainer = Trainer(made.learner, made.model.model_copy(update={"path": model}), seed=made.seed)
+    kind = Trainer if made.learner.ranks == 1 else RankedTrainer
+    trainer = kind(made.learner, made.model.model_copy(update={"path": model}), seed=made.seed)
     if checkpoint is not None:
         trainer.restore(checkpoint)
     return trainer
 
 
-def _weights(trainer: Trainer) -> str:
-    from troupe.learner.model import tensors_of
-
-    return checksum_of(tensors_of(trainer.model))
+def _weights(trainer: Trainer | RankedTrainer) -> str:
+    return checksum_of(trainer.tensors())
 
 
 def _check_output(output: str | None) -> None:
@@ -299,7 +308,7 @@ class _Teller:
     def result(self, text: str) -> None:
         self._print(text, aside=self._json)
 
-    def begin(self, trainer: Trainer) -> str:
+    def begin(self, trainer: Trainer | RankedTrainer) -> str:
         """Says, and returns, the checksum of the weights that there are before any step."""
         self._before = _weights(trainer)
         self.note(f"step {trainer.step}   weights {self._before}")
