@@ -3,7 +3,7 @@
 Promises:
 - each call reaches all ranks; its answer is the first rank's, and an error that all of them raise keeps its type;
 - a rank that dies, hangs or fails in a way of its own ends all of them, and the call raises ActorLost naming it, soon after;
-- the ranks end with their owner, however it ends, and leave nothing on disk.
+- the ranks end with their owner, however it ends; they meet at a port of 127.0.0.1, and nothing is written to disk.
 
 The owner takes no part in the work and imports no torch. Elsewhere, start the ranks with `torchrun` (see `ranks.joined`).
 """
@@ -15,13 +15,11 @@ import json
 import os
 import pickle
 import queue
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -51,13 +49,14 @@ class Ranked:
     def __init__(self, count: int, make: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> None:
         """`make` must be importable. Raises what it raises, and ActorLost if a rank does not come up."""
         self._limit_s = limit_s
-        self._folder = tempfile.mkdtemp(prefix="troupe-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._lines, self._folder)
+        self._end = weakref.finalize(self, _end, self._processes, self._lines)
         try:
-            for rank in range(count):
-                self._start(rank, count)
+            with socket.socket() as door:
+                door.bind(("127.0.0.1", 0))
+                for rank in range(count):
+                    self._start(rank, count, door)
             self.call("", make, arguments)
         except BaseException:
             self.close()
@@ -98,7 +97,7 @@ class Ranked:
         """Ends the ranks."""
         self._end()
 
-    def _start(self, rank: int, count: int) -> None:
+    def _start(self, rank: int, count: int, door: socket.socket) -> None:
         ours, theirs = socket.socketpair()
         limit = struct.pack("ll", int(self._limit_s) + 1, 0)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # a rank that is stopped takes nothing
@@ -110,13 +109,13 @@ class Ranked:
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(sys.path)],
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *([door.fileno()] if rank == 0 else [])],
                     stdin=subprocess.DEVNULL,
                     env={**os.environ, **{k: str(v) for k, v in here.items()}, "GLOO_SOCKET_IFNAME": loopback},
                     start_new_session=True,  # Ctrl-C is the owner's
                 )
             )
-        _send(self._lines[-1], self._folder)
+        _send(self._lines[-1], (door.getsockname()[1], door.fileno() if rank == 0 else None))
 
     def _answer(self, progress: Callable[..., None] | None) -> Any:
         """What the first rank answers; a PackedError if all ranks agree on it. Raises ActorLost if one of them ended, failed
@@ -247,13 +246,12 @@ def _receive(line: Connection) -> Any:
     return message
 
 
-def _end(processes: list[subprocess.Popen[bytes]], lines: list[Connection], folder: str) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], lines: list[Connection]) -> None:
     for line in lines:
         line.close()
     for process in processes:
         process.kill()
         process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -- in a rank's process ---------------------------------------------------------------------------------------------
@@ -262,12 +260,12 @@ def _end(processes: list[subprocess.Popen[bytes]], lines: list[Connection], fold
 def _follow(descriptor: int) -> None:
     """Makes what the first call says, then does what the others say, until the owner is gone."""
     line = Connection(descriptor)
-    folder = _receive(line)
+    port, door = _receive(line)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(line, folder, calls), daemon=True).start()
+    threading.Thread(target=_listen, args=(line, calls), daemon=True).start()
     from troupe.learner import ranks
 
-    with ranks.joined(f"file://{folder}/ranks"):
+    with ranks.joined(port=port, door=door):
         made: Any = None
         while True:
             method, args, kwargs = calls.get()
@@ -287,11 +285,10 @@ def _follow(descriptor: int) -> None:
                 _send(line, ("answer", answer if ranks.first() else None))
 
 
-def _listen(line: Connection, folder: str, calls: queue.SimpleQueue[Any]) -> None:
+def _listen(line: Connection, calls: queue.SimpleQueue[Any]) -> None:
     """Reads also while the rank works, so that the owner's end is seen at once."""
     try:
         while True:
             calls.put(_receive(line))
     except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)

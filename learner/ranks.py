@@ -48,10 +48,11 @@ def first() -> bool:
 
 
 @contextmanager
-def joined(meeting: str = "env://") -> Iterator[None]:
+def joined(port: int | None = None, door: int | None = None) -> Iterator[None]:
     """Within, this process is one of the ranks that `torchrun` (or `ranked`) started; alone if it was not started so.
 
-    meeting: init method of torch.distributed. Each rank of a machine gets a GPU of its own, if there are enough.
+    Each rank of a machine gets a GPU of its own, if there are enough. port: of 127.0.0.1 where ranks meet, if not where
+    torchrun says; door: the first rank's descriptor of a socket that is bound to it.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
@@ -62,7 +63,7 @@ def joined(meeting: str = "env://") -> Iterator[None]:
         torch.cuda.set_device(local)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        init_method=meeting,
+        store=None if port is None else _meeting(port, door, count),
         rank=int(os.environ["RANK"]),
         world_size=count,
         timeout=TIMEOUT,
@@ -72,6 +73,12 @@ def joined(meeting: str = "env://") -> Iterator[None]:
     finally:
         _mesh.cache_clear()
         dist.destroy_process_group()
+
+
+def _meeting(port: int, door: int | None, count: int) -> Any:
+    from torch._C._distributed_c10d import TCPStore
+
+    return TCPStore("127.0.0.1", port, count, is_master=door is not None, timeout=TIMEOUT, master_listen_fd=door)
 
 
 def device(name: str) -> torch.device:

@@ -39,6 +39,7 @@ from troupe.learner.optimiser import Optimiser
 from troupe.learner.packing import Entropy, Parts, Row, Trainable, logprobs, prepare, rows_of, trainable
 from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.reference import Reference
+from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
 from troupe.protocol.errors import ConfigError
 from troupe.protocol.trajectory import Trajectory
@@ -168,7 +169,7 @@ class Trainer:
         config = self.config
         batch = self._assemble(trajectories, config)
         lr = learning_rate(config, self.step)
-        run = _Step(batch, self._device)
+        run = Running(batch, self._device)
         told = self._look(batch, run, teacher)
         for index in range(config.passes):
             for part in self._deal(batch, index):
@@ -197,7 +198,7 @@ class Trainer:
         norms = [0.0]
         paired = {i for pair in pairs for i in pair}
         sequences = [s for s, owner in zip(batch.sequences, batch.owner, strict=True) if owner in paired]
-        run = _Step(batch, self._device)
+        run = Running(batch, self._device)
         if pairs:
             self._reference = self._reference or self._refer()
             self._reference.follow(self.step)
@@ -242,7 +243,7 @@ class Trainer:
         ranks.same("batch", *(s.tokens for s in batch.sequences), batch.rollout, np.array([*batch.metrics.values()]))
         return batch
 
-    def _look(self, batch: TrainingBatch, run: _Step, teacher: Mapping[str, Any] | None) -> dict[str, float]:
+    def _look(self, batch: TrainingBatch, run: Running, teacher: Mapping[str, Any] | None) -> dict[str, float]:
         """All that is computed with the weights before the step, and from it each token's credit; returns its metrics."""
         config, told = self.config, {}
         if self._looks_first:
@@ -307,7 +308,7 @@ class Trainer:
             if sequences:
                 yield sequences
 
-    def _optimise(self, sequences: list[Trainable], run: _Step, lr: float, *, fresh: bool) -> None:
+    def _optimise(self, sequences: list[Trainable], run: Running, lr: float, *, fresh: bool) -> None:
         config = self.config
         weight, divisor = self._aggregated(sequences, run)
         price = config.kl if config.kl is not None and config.kl.where == "loss" else None
@@ -349,7 +350,7 @@ class Trainer:
         if self._critic is not None:
             run.value_losses.append(self._critic.learn(self._rows(sequences), run.value, run.target, count))
 
-    def _aggregated(self, sequences: list[Trainable], run: _Step) -> tuple[torch.Tensor, float]:
+    def _aggregated(self, sequences: list[Trainable], run: Running) -> tuple[torch.Tensor, float]:
         """Weights of all tokens in an optimiser step on `sequences`, and what their sum is divided by."""
         kind = self._loss_traits.aggregate if self.config.aggregate == "auto" else self.config.aggregate
         at = np.concatenate([np.arange(s.where.start, s.where.stop) for s in sequences])
@@ -392,7 +393,7 @@ class Trainer:
         return Reference(self.model, self._parts, self.model_config, reset_every=reset_every, seed=self.seed)
 
     @torch.no_grad()
-    def _kl(self, batch: TrainingBatch, run: _Step) -> float:
+    def _kl(self, batch: TrainingBatch, run: Running) -> float:
         """KL(old ‖ new) after the step, k3 over about one micro-batch of the sequences (Schulman, "Approximating KL
         divergence", 2020; the samples are of the old policy, so r = new / old)."""
         order = np.random.default_rng([self.seed, 3, self.step]).permutation(len(batch.sequences))
@@ -475,55 +476,3 @@ class Trainer:
         step = self.step
         self.restore(folder)
         self.step = step
-
-
-class _Step:
-    """Per-token tensors [k] and running sums of one training step."""
-
-    def __init__(self, batch: TrainingBatch, device: torch.device) -> None:
-        self.owner = batch.trajectory
-        self.trajectory = torch.from_numpy(batch.trajectory).to(device)
-        self.rollout = torch.from_numpy(batch.rollout).to(device)
-        self.old = torch.zeros_like(self.rollout)
-        self.entropy = torch.zeros_like(self.rollout)
-        self.reference = torch.zeros_like(self.rollout)
-        self.value = torch.zeros_like(self.rollout)
-        self.target = torch.zeros_like(self.rollout)
-        self.importance = torch.ones_like(self.rollout)
-        self.credit(np.zeros(len(batch.rollout), np.float32))
-        self.value_losses: list[float] = []
-        self._loss: list[float] = [0.0]
-        self._norms: list[float] = []
-        self._tokens = 0
-        self._figures: dict[str, float] = {"clip_fraction": 0.0}
-
-    def credit(self, advantage: np.ndarray[Any, np.dtype[np.float32]]) -> None:
-        self.active = advantage != 0
-        self.advantage = torch.from_numpy(advantage).to(self.rollout.device)
-
-    def add(self, loss: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
-        self._loss[-1] += loss.item()
-        for name, figure in figures.items():
-            self._figures[name] = self._figures.get(name, 0.0) + figure.sum().item()
-
-    def sum_loss(self) -> float:
-        """The loss of the optimiser step, of all ranks."""
-        self._loss[-1] = ranks.total(self._loss[-1:])[0]
-        return self._loss[-1]
-
-    def finish(self, norm: float, count: int) -> None:
-        self._norms.append(norm)
-        self._loss.append(0.0)
-        self._tokens += count
-
-    def metrics(self) -> dict[str, float]:
-        figures = ranks.total(list(self._figures.values()))
-        told = {
-            "entropy": self.entropy.mean().item(),
-            "loss": sum(self._loss) / len(self._norms),
-            "grad_norm": sum(self._norms) / len(self._norms),
-            **{name: total / self._tokens for name, total in zip(self._figures, figures, strict=True)},
-        }
-        if self.value_losses:
-            told["value_loss"] = sum(self.value_losses) / len(self.value_losses)
-        return told
