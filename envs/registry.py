@@ -29,6 +29,8 @@ BUILT_IN = {
     "guess": "troupe.envs.guess:Guess",
     "math_code": "troupe.envs.math_code:MathCode",
     "search": "troupe.envs.search:Search",
+    "shop": "troupe.envs.shop:Shop",
+    "sokoban": "troupe.envs.sokoban:Sokoban",
     "stockroom": "troupe.envs.stockroom:Stockroom",
     "swe_patch": "troupe.envs.swe_patch:SwePatch",
     "tool_calls": "troupe.envs.tool_calls:ToolCalls",

@@ -14,7 +14,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -126,10 +126,22 @@ class Search(ToolWorld):
         yield from (entity.text for entity in _index(0).entities)
 
 
-class Index:
-    """The documents of a library, found by BM25 as SQLite's full-text index computes it (k1 = 1.2, b = 0.75)."""
+class Document(Protocol):
+    """What can be searched for: by its name and its text."""
 
-    def __init__(self, entities: list[fiction.Entity]) -> None:
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+
+
+D = TypeVar("D", bound=Document)
+
+
+class Index(Generic[D]):
+    """Documents, found by BM25 as SQLite's full-text index computes it (k1 = 1.2, b = 0.75)."""
+
+    def __init__(self, entities: list[D]) -> None:
         """Raises ConfigError if Python's SQLite has no such index."""
         self.entities = entities
         self._base = sqlite3.connect(":memory:", check_same_thread=False)
@@ -140,7 +152,7 @@ class Index:
         rows = [(number, entity.name, entity.text) for number, entity in enumerate(entities)]
         self._base.executemany("INSERT INTO documents(rowid, name, text) VALUES (?, ?, ?)", rows)
 
-    def best(self, query: str, count: int) -> list[fiction.Entity]:
+    def best(self, query: str, count: int) -> list[D]:
         """At most `count`, best first; none that shares no word with the query. Raises InvalidAction: it has no words."""
         words = [f'"{word}"' for word in _WORD.findall(query)]
         if not words:
@@ -152,7 +164,7 @@ class Index:
 
 
 @lru_cache(maxsize=4)
-def _index(library: int) -> Index:
+def _index(library: int) -> Index[fiction.Entity]:
     return Index(fiction.write(library))
 
 
