@@ -42,11 +42,14 @@ _PASSING = (ActorLost, NotReady, Overloaded, TimedOut)
 
 @dataclass(slots=True)
 class Parts:
-    """What a run is made of beside its recipe: where the model lies, and what learner and generators wrap."""
+    """What a run is made of beside its recipe: where the model lies, and what generators and learner wrap.
+
+    make_trainer: None for a company that only plays: it has neither learner nor evaluator.
+    """
 
     model_folder: str
     make_engine: Callable[[str], Engine]
-    make_trainer: Callable[[], Trains]
+    make_trainer: Callable[[], Trains] | None = None
 
 
 class Company:
@@ -104,11 +107,13 @@ class Company:
 
     async def gather(self) -> None:
         """Starts or finds every child, then watches over all of them."""
-        await asyncio.gather(self._ensure("store"), self._ensure("learner"))
+        trains = self._parts.make_trainer is not None
+        await asyncio.gather(*(self._ensure(name) for name in ("store", *(["learner"] if trains else []))))
         pools = [f"env-{i}" for i in range(self._wanted["env"])]
         generators = [f"generator-{i}" for i in range(self._wanted["generator"])]
         await asyncio.gather(self._ensure("dispatcher"), *(self._ensure(name) for name in [*pools, *generators]))
-        await self._ensure("evaluator")
+        if trains:
+            await self._ensure("evaluator")
         await self._inform()
         if self._informing is None:
             self._informing = asyncio.ensure_future(self._keep_informed())

@@ -50,6 +50,7 @@ from troupe.protocol.messages import (
     Trained,
     Weights,
 )
+from troupe.protocol.trajectory import Task
 
 _STEP_S = 3600.0
 _SHOWN_AT_ONCE = 32
@@ -65,17 +66,7 @@ class Director:
         self._world = registry.find(config.env.name)
         self._ledger = Ledger(folder, context.clock)
         self._watch = Watch(config, self._ledger, self._ledger.say)
-        rollout = config.rollout
-        turns = config.env.max_turns or self._world.max_turns
-        self._limits = Limits(
-            max_turns=turns,
-            max_episode_tokens=rollout.max_episode_tokens,
-            context_window=rollout.context_window or 0,
-            max_tool_calls=rollout.max_tool_calls,
-            generate_s=rollout.generate_s,
-            env_step_s=rollout.env_step_s,
-            episode_s=rollout.episode_s,
-        )
+        self._limits = limits_of(config)
         self._parts = parts
         self._company: Company | None = None
         self._learner = context.ref("learner", Learner)
@@ -231,8 +222,7 @@ class Director:
     async def _demonstrations(self, company: Company) -> Demonstrations:
         """What the scripted player shows, in the same order whichever pools live and die meanwhile."""
         settings, seed = self._config.cold_start, self._config.seed
-        first = seed * 10_000_000_000 + _DEMONSTRATIONS
-        tasks = [self._world.task("train", first + i) for i in range(settings.demonstrations)]
+        tasks = shown_tasks(self._config)
         parts = [
             Demonstrate(
                 tasks[at : at + _SHOWN_AT_ONCE],
@@ -386,3 +376,24 @@ class Director:
         rollout = self._config.rollout
         applied = [rollout.on_failure, *["oversample"] * bool(rollout.oversample), *["filter"] * (rollout.filter != "none")]
         return {policy: BIAS[policy] for policy in applied}
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """The limits of each episode. Raises ConfigError for a world that cannot be found."""
+    rollout = config.rollout
+    return Limits(
+        max_turns=config.env.max_turns or registry.find(config.env.name).max_turns,
+        max_episode_tokens=rollout.max_episode_tokens,
+        context_window=rollout.context_window or 0,
+        max_tool_calls=rollout.max_tool_calls,
+        generate_s=rollout.generate_s,
+        env_step_s=rollout.env_step_s,
+        episode_s=rollout.episode_s,
+    )
+
+
+def shown_tasks(config: RunConfig) -> list[Task]:
+    """The tasks that the scripted player shows in the cold start; none if there is none."""
+    settings, first = config.cold_start, config.seed * 10_000_000_000 + _DEMONSTRATIONS
+    world = registry.find(config.env.name)
+    return [world.task("train", first + i) for i in range(settings.demonstrations if settings.steps else 0)]

@@ -9,7 +9,6 @@ Owns the held-out tasks, their sampling settings and the scores (`RUN/evals.json
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict
 
@@ -17,6 +16,7 @@ from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import Dispatcher
 from troupe.actors.settings import EvalSettings
 from troupe.envs import registry
+from troupe.learner.evaluation import wilson
 from troupe.protocol.messages import Evaluate, EvaluateVersion, Evaluation, Health, Limits, Ping, Sampling
 
 
@@ -100,11 +100,3 @@ def read_evaluations(file: str) -> list[Evaluation]:
                 continue
             found.append(Evaluation(**{**row, "sampling": Sampling(**row["sampling"])}))
     return found
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """95 % Wilson score interval of a rate: honest at 0 and 1, where resampling would claim certainty."""
-    z = 1.959964
-    centre = (successes + z * z / 2) / (trials + z * z)
-    half = z / (trials + z * z) * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
-    return max(0.0, centre - half), min(1.0, centre + half)

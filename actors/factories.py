@@ -19,8 +19,8 @@ def make_trainer(config: LearnerConfig, model: ModelConfig, seed: int) -> Trains
     return Trainer(config, model, seed=seed)
 
 
-def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed: int) -> Engine:
-    """The generation engine of the replica called `name`."""
+def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed: int, steady: bool = False) -> Engine:
+    """The generation engine of the replica called `name`. steady: what a request draws does not depend on its company."""
     from functools import partial
 
     from troupe.actors.engines.local import LocalEngine
@@ -34,4 +34,5 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
         threads=settings.threads,
         generator_name=name,
         decode=PlainTokenizer(model.path).decode,
+        steady=steady,
     )

@@ -277,7 +277,7 @@ def train(
         model_folder = prepare_model(config, folder)
         namespace = f"troupe-{folder.name}"
         with ray_session(address, namespace) as reached:
-            _place(config)
+            place(config)
             launched = Launched(folder, reached, namespace)
             announce = folder / "run.json"
             announce.write_text(json.dumps({"address": reached, "namespace": namespace, "pid": os.getpid()}) + "\n")
@@ -288,7 +288,7 @@ def train(
                 announce.unlink(missing_ok=True)
 
 
-def _place(config: RunConfig) -> None:
+def place(config: RunConfig) -> None:
     """Chooses devices: a GPU for learner and generators where the cluster has enough of them."""
     import ray
 
@@ -313,7 +313,7 @@ async def _lead(config: RunConfig, launched: Launched, model_folder: Path, watch
     context = RayContext.launch(launched.namespace, config.seed)
     model = config.model_settings(str(model_folder))
     director = context.ref("director", Director)
-    async with _interruptible() as interrupted:
+    async with interruptible() as interrupted:
         while True:
             await context.spawn(
                 "director",
@@ -370,7 +370,7 @@ async def _stop(director: Any, run: asyncio.Future[Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _interruptible() -> AsyncIterator[asyncio.Event]:
+async def interruptible() -> AsyncIterator[asyncio.Event]:
     """An event that is set by Ctrl-C or SIGTERM; a second signal ends the process at once."""
     interrupted = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -8,6 +8,8 @@ Promises, beyond those of `base.py`:
 - between the turns of a session its keys and values are kept (within `max_cached_tokens`), and only what is new is fed;
   what was computed with older weights is not used by a request that comes after the change;
 - logits are computed for the last position of a sequence only;
+- a steady engine draws the same tokens for the same request, seed and float32 weights whatever else it runs: logits depend
+  on their company by a rounding error, and where that could decide, they are computed once more from the sequence alone;
 - what breaks in the thread fails every request in flight and all later calls with RemoteError; nothing hangs.
 """
 
@@ -32,6 +34,8 @@ from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded,
 from troupe.protocol.messages import Generate, Generated
 from troupe.protocol.trajectory import Finish
 
+_ROUNDING = 2e-4
+"""Of a float32 logit, from one company of requests to another: well above what is seen."""
 _PREFILL = 1024
 """Prompt tokens fed in one step at most, so that those who are sampling never wait long for those who join."""
 
@@ -57,6 +61,7 @@ class LocalEngine:
     load_model: makes the model, on the engine's own thread; its weights are not used before the first `load_weights`.
     max_running: requests that sample at the same time; max_waiting: those that may wait for a place, then Overloaded.
     max_cached_tokens: keys and values held, in tokens over all running and kept sequences (padded to the longest).
+    steady: tokens never depend on the company of a request; costs a forward pass for each draw that rounding could decide.
     threads: CPU threads of one step. generator_name: stamped on every answer and named in errors.
     decode: ids to text, for requests with stop strings.
     """
@@ -72,6 +77,7 @@ class LocalEngine:
         threads: int = 1,
         generator_name: str = "",
         decode: Callable[[list[int]], str] | None = None,
+        steady: bool = False,
     ) -> None:
         self.version = -1
         self._load_model = load_model
@@ -82,6 +88,7 @@ class LocalEngine:
         self._name = generator_name or "the embedded engine"
         self._generator_name = generator_name
         self._decode = decode
+        self._steady = steady
 
         # Of the event loop.
         self._thread: threading.Thread | None = None
@@ -345,25 +352,36 @@ class LocalEngine:
         for row, n in parts:
             row.fed += n
         ready = [i for i, row in enumerate(feed.rows) if row.fed == self._running[row].length]
-        logits = self._model(
-            input_ids=feed.ids,
-            position_ids=feed.positions,
-            use_cache=False,
-            logits_to_keep=feed.last[ready],
-            feed=feed,
-        ).logits[0]
+        logits = self._logits(feed, feed.last[ready])
         self._fed += feed.ids.shape[1]
         if ready:
             self._extend([feed.rows[i] for i in ready], logits)
 
+    def _logits(self, feed: kv.Feed, last: torch.Tensor) -> torch.Tensor:
+        """Those of the tokens at `last`, shape [len(last), vocabulary]."""
+        ids, at = feed.ids, feed.positions
+        logits: torch.Tensor = self._model(
+            input_ids=ids, position_ids=at, use_cache=False, logits_to_keep=last, feed=feed
+        ).logits
+        return logits[0]
+
+    def _alone(self, ids: np.ndarray[Any, Any]) -> torch.Tensor:
+        """The next token's logits after `ids`, computed from nothing else, so rounded the same in any company."""
+        cache = kv.KVCache(len(ids))
+        row = cache.acquire("", ids, len(ids))
+        assert row is not None
+        feed = cache.feed([(row, len(ids))], self._device)
+        return self._logits(feed, feed.last)
+
     def _extend(self, rows: list[kv.Row], logits: torch.Tensor) -> None:
         """Samples one token for each row and ends those that are complete."""
         sequences = [self._running[row] for row in rows]
-        tokens, logprobs = sampling.sample(
-            logits,
-            [sequence.request.sampling for sequence in sequences],
-            np.array([sequence.uniforms[len(sequence.logprobs)] for sequence in sequences]),
-        )
+        settings = [sequence.request.sampling for sequence in sequences]
+        uniform = np.array([sequence.uniforms[len(sequence.logprobs)] for sequence in sequences])
+        if self._steady:
+            for i in sampling.close(logits, settings, uniform, _ROUNDING):
+                logits[i] = self._alone(rows[i].ids[: sequences[i].length])
+        tokens, logprobs = sampling.sample(logits, settings, uniform)
         self._sampled += len(tokens)
         for row, sequence, token, logprob in zip(rows, sequences, tokens, logprobs, strict=True):
             row.ids[sequence.length] = token

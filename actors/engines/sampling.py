@@ -40,12 +40,9 @@ def sample(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray) 
 
     Raises FloatingPointError if the logits are no numbers.
     """
-    temperatures = torch.tensor([s.temperature or 1.0 for s in settings], device=logits.device)
-    logprobs = (logits.float() / temperatures[:, None]).log_softmax(-1)
+    logprobs = _tempered(logits, settings)
     u = torch.from_numpy(uniform).to(logits.device)[:, None]
-
-    cut = [i for i, s in enumerate(settings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
-    for i in cut:
+    for i in _are_cut(settings):
         logprobs[i] = _cut(logprobs[i], settings[i])
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
@@ -58,10 +55,52 @@ def sample(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray) 
     return ids[:, 0].tolist(), logprobs.gather(-1, ids)[:, 0].tolist()
 
 
+def close(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray, noise: float) -> list[int]:
+    """The rows in which `sample` might draw another token if each logit were rounded otherwise, by up to `noise`."""
+    logprobs = _tempered(logits, settings)
+    noises = np.array([noise / min(1.0, s.temperature or 1.0) for s in settings])
+    found = {i for i in _are_cut(settings) if _edge(logprobs[i], settings[i]) < noises[i]}
+    for i in _are_cut(settings):
+        logprobs[i] = _cut(logprobs[i], settings[i])
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    around = np.stack([uniform - noises, uniform + noises], 1).clip(0, _BELOW_ONE)
+    ids = torch.searchsorted(cumulative, torch.from_numpy(around).to(logits.device) * cumulative[:, -1:], right=True)
+    best = logprobs.topk(2, -1).values
+    for i, s in enumerate(settings):
+        if bool(best[i, 0] - best[i, 1] < 2 * noise) if s.temperature == 0 else bool(ids[i, 0] != ids[i, 1]):
+            found.add(i)
+    return sorted(found)
+
+
+def _tempered(logits: torch.Tensor, settings: list[Sampling]) -> torch.Tensor:
+    temperatures = torch.tensor([s.temperature or 1.0 for s in settings], device=logits.device)
+    return (logits.float() / temperatures[:, None]).log_softmax(-1)
+
+
+def _are_cut(settings: list[Sampling]) -> list[int]:
+    return [i for i, s in enumerate(settings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
+
+
 def _cut(logprobs: torch.Tensor, settings: Sampling) -> torch.Tensor:
     """Leaves the top_k most likely of logprobs [vocabulary], of these the fewest that reach top_p, and normalises."""
     ordered, ids = logprobs.sort(descending=True, stable=True)
     ordered = ordered[: settings.top_k or None]
-    p = ordered.double().softmax(-1)
-    kept = int((p.cumsum(-1) - p < settings.top_p).sum())  # a token stays if those before it do not reach top_p
+    kept = int((_before(ordered) < settings.top_p).sum())  # a token stays if those before it do not reach top_p
     return torch.full_like(logprobs, float("-inf")).scatter_(0, ids[:kept], ordered[:kept].log_softmax(-1))
+
+
+def _before(ordered: torch.Tensor) -> torch.Tensor:
+    """What the tokens before each one have together, of those that are given."""
+    p = ordered.double().softmax(-1)
+    return p.cumsum(-1) - p
+
+
+def _edge(logprobs: torch.Tensor, settings: Sampling) -> float:
+    """By how much logprobs [vocabulary] may change until top_k and top_p might leave other tokens of them."""
+    ordered = logprobs.sort(descending=True).values
+    before = _before(ordered[: settings.top_k or None])
+    kept = int((before < settings.top_p).sum())
+    gaps = [float(ordered[kept - 1] - ordered[kept]) / 2] if kept < len(ordered) else []
+    if settings.top_p < 1:
+        gaps += (before[kept - 1 : kept + 1] - settings.top_p).abs().tolist()
+    return min(gaps, default=float("inf"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from troupe.actors.engines import sampling
+from troupe.actors.engines import local, sampling
 from troupe.actors.engines.kv import KVCache
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -189,6 +189,50 @@ def test_a_model_with_a_sliding_window_is_refused() -> None:
         await engine.close()
 
     asyncio.run(go())
+
+
+class Rounded(LlamaForCausalLM):
+    """A model whose logits are off by up to .01, depending on all that is fed together, as rounding does."""
+
+    def forward(self, input_ids: torch.Tensor, **how: Any) -> Any:
+        answer = super().forward(input_ids=input_ids, **how)
+        dice = torch.Generator().manual_seed(hash(tuple(input_ids[0].tolist())) % 2**63)
+        answer.logits = answer.logits + 0.01 * (2 * torch.rand(answer.logits.shape, generator=dice) - 1)
+        return answer
+
+
+@pytest.mark.parametrize(
+    "settings", [Sampling(max_tokens=9), Sampling(max_tokens=9, top_k=5, top_p=0.7), Sampling(0.0, max_tokens=9)]
+)
+def test_a_steady_engine_draws_the_same_whatever_the_company_rounds(settings: Sampling, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local, "_ROUNDING", 0.02)
+
+    async def drawn(steady: bool, order: list[int]) -> list[list[int]]:
+        engine = LocalEngine(lambda: Rounded(LlamaConfig(**SIZES)), steady=steady, max_running=9)
+        await engine.start()
+        await engine.load_weights(0, tensors_of(build()))
+        asked = [Generate(f"{i}", "", np.arange(1 + i % 7, dtype=np.int32), settings, seed=i) for i in range(16)]
+        got = await asyncio.gather(*(engine.generate(asked[i]) for i in order))
+        await engine.close()
+        return [made.tokens.tolist() for _, made in sorted(zip(order, got, strict=True), key=lambda pair: pair[0])]
+
+    there, back = list(range(16)), list(range(15, -1, -1))
+    assert asyncio.run(drawn(True, there)) == asyncio.run(drawn(True, back))
+    assert asyncio.run(drawn(False, there)) != asyncio.run(drawn(False, back)), "nothing was close: the test proves nothing"
+
+
+def test_a_draw_is_close_where_the_next_token_or_the_next_choice_of_tokens_begins() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+
+    def close(u: float, noise: float = 1e-3, **settings: Any) -> bool:
+        return sampling.close(logits, [Sampling(**settings)], np.array([u]), noise) == [0]
+
+    assert close(0.4999) and close(0.5001) and close(0.8) and not close(0.4) and not close(0.999999) and not close(0.0)
+    assert not close(0.4999, temperature=0.0) and close(0.1, noise=0.26, temperature=0.0)  # ln(.5/.3) / 2 = .255
+    assert close(0.1, top_p=0.8) and close(0.1, top_p=0.5001) and not close(0.1, top_p=0.6)
+    assert not close(0.1, top_k=2) and close(0.1, noise=0.21, top_k=2)  # ln(.3/.2) / 2 = .203
+    first = 0.5**10 / (0.5**10 + 0.3**10 + 0.2**10)
+    assert close(first - 0.009, temperature=0.1) and not close(first - 0.011, temperature=0.1)  # ten times the noise
 
 
 def test_the_top_uniform_number_still_draws_a_token_of_the_support() -> None:
