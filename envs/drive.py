@@ -439,6 +439,25 @@ async def leashed(awaitable: Awaitable[Any]) -> Outcome:
     return (None, asyncio.CancelledError("without being asked to")) if task.cancelled() else task.result()
 
 
+async def killable(function: Callable[[], Any], seconds: float, name: str) -> Outcome:
+    """What comes of synchronous code that is not ours, in a thread of its own: its result, or its error as a value.
+
+    Raises TimeoutError after `seconds`. The call is then ended as a world's is, also when the caller is cancelled."""
+    thread = _Thread(name)
+    answer: asyncio.Future[Outcome] = asyncio.wrap_future(thread.submit(_outcome, function))
+    try:
+        await asyncio.wait({answer}, timeout=seconds)
+    finally:
+        if late := not answer.done():
+            answer.cancel()
+            thread.give_up(lambda: None, 0.0)
+        else:
+            thread.shutdown(wait=False)
+    if late:
+        raise TimeoutError
+    return answer.result()
+
+
 async def _plain(awaitable: Awaitable[Any]) -> Any:
     return await awaitable
 

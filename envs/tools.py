@@ -73,16 +73,15 @@ def turn_of(verdict: Any) -> Turn:
 class Tool:
     """A function that an agent may call.
 
-    parameters: JSON schema of its arguments, an object. run: the function, called with keywords.
+    parameters: JSON schema of its arguments, an object. run: the function, called with keywords. check: gives arguments as
+    `run` wants them, or raises BadArguments.
     """
 
     name: str
     description: str
     parameters: dict[str, Any]
     run: Callable[..., Any]
-    model: type[BaseModel]
-    arguments: dict[str, str]
-    """Argument → field of `model`: named otherwise, because an argument may be called as a method of the model is."""
+    check: Callable[[dict[str, Any]], dict[str, Any]]
 
     @property
     def spec(self) -> dict[str, Any]:
@@ -94,11 +93,25 @@ class Tool:
         if not isinstance(arguments, dict):
             raise BadArguments(f"{self.name}: arguments are an object with names, not a {type(arguments).__name__}")
         try:
+            return self.check(arguments)
+        except RecursionError:
+            raise BadArguments(f"{self.name}: the arguments are nested too deeply") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a function asks of its arguments."""
+
+    name: str
+    model: type[BaseModel]
+    arguments: dict[str, str]
+    """Argument → field of `model`: named otherwise, because an argument may be called as a method of the model is."""
+
+    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
             ready = self.model.model_validate(arguments)
         except ValidationError as error:
             raise BadArguments(self._reason(error)) from None
-        except RecursionError:
-            raise BadArguments(f"{self.name}: the arguments are nested too deeply") from None
         return {name: getattr(ready, field) for name, field in self.arguments.items()}
 
     def _reason(self, error: ValidationError) -> str:
@@ -139,9 +152,9 @@ class ToolWorld(TextWorld):
         """What the agent may call now, as OpenAI function objects. A tool that is left out cannot be called."""
         return [found.spec for found in _all(self).values()]
 
-    def add_tool(self, function: Callable[..., Any], name: str = "") -> None:
-        """One more tool, for this episode only. Raises TypeError if it cannot be described."""
-        made = make_tool(name or getattr(function, "__name__", ""), function)
+    def add_tool(self, function: Callable[..., Any] | Tool, name: str = "") -> None:
+        """One more tool, for this episode only: a function, or a Tool as it is. Raises TypeError if it cannot be described."""
+        made = function if isinstance(function, Tool) else make_tool(name or getattr(function, "__name__", ""), function)
         self._added = {**getattr(self, "_added", {}), made.name: made}
 
     def step(self, text: str) -> Any:
@@ -209,12 +222,13 @@ def make_tool(name: str, function: Callable[..., Any], *, method: bool = False) 
         fields[field] = (Annotated[hints[parameter.name], Field(alias=parameter.name)], default)
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        schema = _untitled(model.model_json_schema())
+        schema = untitled(model.model_json_schema())
     except Exception as error:  # pydantic has many ways to refuse a type
         raise TypeError(f"tool '{name}': its arguments cannot be described as JSON: {short(str(error), 200)}") from None
     for left_out in ("description", "additionalProperties"):
         schema.pop(left_out, None)
-    return Tool(name, " ".join(about.split()), {"type": "object", "properties": {}, **schema}, function, model, arguments)
+    check = _Signature(name, model, arguments)
+    return Tool(name, " ".join(about.split()), {"type": "object", "properties": {}, **schema}, function, check)
 
 
 def short(text: str, length: int = _SHOWN) -> str:
@@ -243,14 +257,14 @@ def _all(world: ToolWorld) -> dict[str, Tool]:
     return {**world._tools, **getattr(world, "_added", {})}
 
 
-def _untitled(schema: Any) -> Any:
+def untitled(schema: Any) -> Any:
     """A JSON schema without the titles that pydantic makes of names: they tell the agent nothing and cost tokens."""
     if isinstance(schema, list):
-        return [_untitled(item) for item in schema]
+        return [untitled(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in _VERBATIM else _untitled(value)
+        key: value if key in _VERBATIM else untitled(value)
         for key, value in schema.items()
         if key != "title" or not isinstance(value, str)
     }
