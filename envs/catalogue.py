@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 COLOURS = ("black", "white", "red", "blue", "green", "grey")
-LARGEST = 900  # products: their ids have three digits
 
 
 class _Kind(NamedTuple):
@@ -90,9 +89,8 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """id: what is clicked. kind: what it is. nouns: those of its title. options: values by name. price: in dollars."""
+    """kind: what it is. nouns: those of its title. options: values by name. price: in dollars."""
 
-    id: str
     title: str
     kind: str
     category: tuple[str, str]
@@ -134,12 +132,12 @@ class Goal:
 
 
 def stock(seed: int, count: int) -> list[Product]:
-    """`count` products, at most LARGEST, with ids from b100 on."""
+    """`count` products."""
     rng = random.Random(f"catalogue/{seed}")
-    return [_product(rng, f"b{100 + number}") for number in range(count)]
+    return [_product(rng) for _ in range(count)]
 
 
-def _product(rng: random.Random, id: str) -> Product:
+def _product(rng: random.Random) -> Product:
     name = rng.choice(list(_KINDS))
     kind = _KINDS[name]
     brand, material = rng.choice(kind.brands.split()), rng.choice(kind.materials.split())
@@ -148,7 +146,6 @@ def _product(rng: random.Random, id: str) -> Product:
     if kind.sizes:
         options["size"] = tuple(kind.sizes.split())
     return Product(
-        id=id,
         title=f"{brand} {material} {name} for {uses[0]} and {uses[1]}, {features[0]}",
         kind=name,
         category=kind.category,

@@ -3,7 +3,7 @@
 An action is `search[words]` or `click[thing]`; the first one in a message counts. Pages, and what can be clicked on them:
 
     search     nothing; only here can be searched
-    results    a product's id, next page, back (to the page before, or to the search)
+    results    the number of a product, next page, back (to the page before, or to the search)
     a product  a value of an option, buy, back (to the results)
 
 Buying ends the episode and pays as section 3 of the paper says (equation 1). With what is wanted (U) and what is bought (Y):
@@ -31,7 +31,7 @@ from functools import lru_cache
 from typing import ClassVar
 
 from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, belongs, rng_of
-from troupe.envs.catalogue import COLOURS, LARGEST, Goal, Product, goal, stock
+from troupe.envs.catalogue import COLOURS, Goal, Product, goal, stock
 from troupe.envs.search import Index
 from troupe.protocol.errors import TaskFailed
 
@@ -49,13 +49,13 @@ class Shop(TextWorld):
     max_turns: ClassVar[int] = 12
     inline: ClassVar[bool] = True
     system: ClassVar[str] = (
-        "You shop for somebody. Write search[words] to search the shop, and click[thing] for a product's id, "
+        "You shop for somebody. Write search[words] to search the shop, and click[thing] for the number of a product, "
         "the value of an option, next page, back or buy. Choose every option before you buy."
     )
 
     def __init__(self, products: int = 200, results: int = 5, catalogue: int = 0) -> None:
-        if not 20 <= products <= LARGEST:
-            raise ValueError(f"products is {products}; it is 20 to {LARGEST}")
+        if not 20 <= products <= 900:
+            raise ValueError(f"products is {products}; it is 20 to 900")
         if not 1 <= results <= 10:
             raise ValueError(f"results is {results}; it is 1 to 10")
         self.results = results
@@ -108,7 +108,7 @@ class Shop(TextWorld):
             options = self.product.options.items()
             self.chosen |= {name: value for name, values in options for value in values if value.lower() == thing}
         else:
-            self.product, self.chosen = next(one for one in self._shown() if one.id == thing), {}
+            self.product, self.chosen = self._shown()[int(thing) - 1], {}
 
     def _bought(self, product: Product) -> Turn:
         parts = pay(self.goal, product, self.chosen)
@@ -123,17 +123,17 @@ class Shop(TextWorld):
         if self.found is None:
             return []
         more = ["next page"] if self.results * (self.page + 1) < len(self.found) else []
-        return [*(one.id for one in self._shown()), *more, "back"]
+        return [*(str(number) for number, _ in enumerate(self._shown(), 1)), *more, "back"]
 
     def _shown(self) -> list[Product]:
         start = self.page * self.results
         return (self.found or [])[start : start + self.results]
 
     def _hint(self) -> str:
-        """What can be done, for example "click[id] or click[back]"."""
+        """What can be done, for example "click[number] or click[back]"."""
         if self.product is None and self.found is None:
             return "search[words]"
-        kinds = ["value", "buy"] if self.product else ["id"] if self.found else []
+        kinds = ["value", "buy"] if self.product else ["number"] if self.found else []
         more = [thing for thing in ("next page", "back") if thing in self.clickable()]
         return " or ".join(f"click[{kind}]" for kind in (*kinds, *more))
 
@@ -143,14 +143,14 @@ class Shop(TextWorld):
     def _observation(self) -> str:
         lines = [self.goal.instruction]
         if self.product:
-            lines += [f"{self.product.id} {self.product.title}", f"price {self.product.price} dollars"]
+            lines += [self.product.title, f"price {self.product.price} dollars"]
             lines.append(f"attributes {', '.join(self.product.attributes)}")
             for name, values in self.product.options.items():
                 chosen = self.chosen.get(name)
                 lines.append(f"{name} {' '.join(f'({value})' if value == chosen else value for value in values)}")
         elif self.found is not None:
             lines.append(f"results page {self.page + 1}" if self.found else "nothing was found")
-            lines += [f"{one.id} {one.title}, {one.price} dollars" for one in self._shown()]
+            lines += [f"{number} {one.title}, {one.price} dollars" for number, one in enumerate(self._shown(), 1)]
         return "\n".join((*lines, self._hint()))
 
     # -- its scripted player -----------------------------------------------------------------------------------------
@@ -167,10 +167,10 @@ class Shop(TextWorld):
             return f"click[{self._next(self.product)}]"
         if self.found is None:
             return f"search[{' '.join((*self.goal.attributes, self.goal.like.kind))}]"
-        best = max(self._shown(), key=self._promise, default=None)
-        if "next page" in self.clickable() and (best is None or self._promise(best) < 1):
+        worth = [self._promise(one) for one in self._shown()]
+        if "next page" in self.clickable() and max(worth) < 1:
             return "click[next page]"
-        return f"click[{best.id if best else 'back'}]"
+        return f"click[{worth.index(max(worth)) + 1 if worth else 'back'}]"
 
     def _next(self, product: Product) -> str:
         """A value that is wanted, to be had and not chosen yet; else to buy, or to go back from what is worth nothing."""
