@@ -182,7 +182,7 @@ async def test_a_fork_bomb_ends_with_its_run(backend):
     async with opened(backend, pids=24, cpu_s=60) as box:
         with gvisor_may_end(backend):
             result = await box.run(code=bomb, timeout_s=1)
-            assert result.killed_for in ("wall", "pids") and result.wall_s < 20
+            assert result.killed_for == ("pids" if backend == "gvisor" else "wall") and result.wall_s < 20
         if box.closed:
             return
         count = (
@@ -190,7 +190,10 @@ async def test_a_fork_bomb_ends_with_its_run(backend):
             "except OSError: pass\nprint(n)"
         )
         result = await box.run(code=count)
-        assert result.killed_for == "pids" or 1 <= int(result.stdout) <= 24
+        if backend == "gvisor":  # where no kernel refuses, the warden counts
+            assert result.killed_for == "pids"
+        else:
+            assert 1 <= int(result.stdout) <= 24
 
 
 @pytest.mark.parametrize("backend", HOLDS)
@@ -327,7 +330,7 @@ async def main():
     await idle.write('x', marker)
     code = 'import os, time; os.fork(); os.setsid() if os.getpid() != os.getpgid(0) else 0; time.sleep(600)'
     started = asyncio.create_task(box.run(['python3', '-c', code, marker]))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0)
     print('ready', flush=True)
     await started
 asyncio.run(main())
@@ -343,7 +346,7 @@ async def test_an_owner_killed_with_kill_9_leaves_nothing(backend, tmp_path):
     try:
         assert owner.stdout.readline() == b"ready\n"
         if backend != "gvisor":  # whose processes the host does not see
-            assert len(leftovers(marker)) >= 2, "the owner's program runs"
+            assert gone(lambda: len(leftovers(marker)) < 3), "the owner, its program, and the program's child all run"
         assert len(containers_of(owner.pid)) == (2 if backend in ("docker", "gvisor") else 0)
     finally:
         owner.send_signal(signal.SIGKILL)
