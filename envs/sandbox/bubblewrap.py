@@ -1,0 +1,110 @@
+"""Sandboxes of bubblewrap: namespaces of their own, no daemon, no image; 20 to 50 ms each.
+
+Programs see the host's `/usr` and the Python that runs Troupe, both read-only, a `/proc` of their own processes, and three
+small memory file systems: `/work`, `/tmp` and `/dev/shm`. There is no network. The kernel ends everything when its first
+process ends, and that one ends with its owner.
+
+Opened by root, a sandbox runs as a user id of its own that owns nothing on the host; opened by anybody else, as a user
+namespace's nobody. The kernel then counts its processes apart from all others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from troupe.envs.sandbox import seccomp
+from troupe.envs.sandbox.base import ProcessChannel, python_of_this_process, warden_command
+from troupe.envs.sandbox.settings import SMALL_MB, SandboxSettings
+from troupe.protocol.errors import ConfigError
+
+NAME = "bubblewrap"
+_HOST = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+
+
+@cache
+def missing() -> str:
+    """Why no sandbox of this kind can be opened here, and what to do; empty if one can."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return "there is no bwrap program: install the package bubblewrap"
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=10).stdout
+        version = tuple(map(int, re.findall(r"\d+", said)[:2]))
+        if version < (0, 8):
+            return f"{said.strip()} is too old: 0.8 or newer is needed"
+        trial = [*_place(program, SandboxSettings()), "--", python_of_this_process(), "-I", "-S", "-c", "pass"]
+        tried = subprocess.run(trial, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"bwrap does not run: {error}"
+    if tried.returncode:
+        return f"bwrap cannot make namespaces here: {' '.join(tried.stderr.split())[-200:]}"
+    return ""
+
+
+async def start(settings: SandboxSettings) -> ProcessChannel:
+    """A fresh sandbox. Raises ConfigError if there cannot be one."""
+    why = await asyncio.to_thread(missing)
+    program = shutil.which("bwrap")
+    if why or program is None:
+        raise ConfigError(f"no bubblewrap sandbox: {why}")
+    for path in settings.readable:
+        if not path.is_absolute() or not path.exists():
+            raise ConfigError(f"sandbox.readable: {path} is not an absolute path that exists")
+    uid = random.SystemRandom().randrange(2**30, 2**31 - 1) if os.getuid() == 0 else None
+    python = python_of_this_process()
+    programs = f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"
+    warden = warden_command(python, root="/work", path=programs, settings=settings, uid=uid, nproc=settings.pids + 1)
+    code = seccomp.program()
+    fds: tuple[int, ...] = ()
+    filtered: list[str] = []
+    if code:
+        reading, writing = os.pipe()
+        os.write(writing, code)
+        os.close(writing)
+        fds, filtered = (reading,), ["--seccomp", str(reading)]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *_place(program, settings),
+            *filtered,
+            "--",
+            *warden,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=fds,
+            env={},
+        )
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return ProcessChannel(process)
+
+
+def _place(program: str, settings: SandboxSettings) -> list[str]:
+    """bwrap's arguments: what the sandbox is made of."""
+    args = [program, "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    args += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.getuid() == 0:
+        args += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # given up by the warden
+    else:
+        args += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/etc"]
+    for path, megabytes in (("/work", settings.disk_mb), ("/tmp", SMALL_MB), ("/dev/shm", SMALL_MB)):
+        args += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", path]
+    for path in _HOST:
+        if os.path.islink(path) and os.path.isdir(path):
+            args += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            args += ["--ro-bind", path, path]
+    for each in dict.fromkeys([sys.base_prefix, *map(str, settings.readable)]):
+        if each != "/usr":
+            args += ["--ro-bind", each, each]
+    return [*args, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
