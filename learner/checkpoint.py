@@ -79,6 +79,8 @@ def read(folder: Path, model: torch.nn.Module, *, seed: int) -> State:
             raise CheckpointError(f"'{folder}' is no complete checkpoint: {error}") from error
         if about.get("format") != FORMAT:
             raise CheckpointError(f"'{folder}' has checkpoint format {about.get('format')!r}; this version reads {FORMAT}")
+        if lacking := [name for name in ("seed", "step", "checksum") if name not in about]:
+            raise CheckpointError(f"'{folder}' is no complete checkpoint: trainer.json has no {' or '.join(lacking)}")
         if about["seed"] != seed:
             raise CheckpointError(f"'{folder}' was written by a run with seed {about['seed']}, this one has {seed}")
         restore_model(model, folder / "model")

@@ -1,9 +1,10 @@
 """AdamW over float32 masters: what turns accumulated gradients into new weights.
 
 Promises:
-- gradients are accumulated in float32 whatever the model's type, so the number of micro-batches does not change them;
+- gradients are accumulated in float32 whatever the model's type, so the number of micro-batches does not change them (of a
+  bfloat16 model each micro-batch's is rounded before that, to some thousandths);
 - a step whose gradient is not finite raises Diverged and changes nothing;
-- `load_state_dict(state_dict())` continues bit by bit;
+- `load_state_dict(state_dict())` continues bit by bit; betas and decay are those of the constructor;
 - of several ranks each keeps its share of masters and moments, and the norm is that of the whole gradient.
 """
 
@@ -98,7 +99,8 @@ class Optimiser:
         moments = {
             i: {name: ranks.share(t, masters[i]) for name, t in found.items()} for i, found in state["adam"]["state"].items()
         }
-        self._adam.load_state_dict({**state["adam"], "state": moments})
+        groups = self._adam.state_dict()["param_groups"]
+        self._adam.load_state_dict({"state": moments, "param_groups": groups})
         own = [m for p, m in self._pairs if m is not p]
         for mine, saved in zip(own, state["masters"], strict=True):
             mine.copy_(ranks.share(saved, mine))

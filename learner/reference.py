@@ -54,7 +54,9 @@ class Reference:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """The inverse of `state_dict`."""
-        if state:
+        if not state:
+            self._copy = self._copied = None
+        else:
             ranks.fill(self._frozen(), state)
 
     def _frozen(self) -> torch.nn.Module:

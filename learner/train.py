@@ -106,6 +106,8 @@ def train(
         stored = read(data)
         for reason, count in stored.left_out.items():
             tell.note(f"{count} trajectories left out: {reason}")
+        if objective == "dpo":
+            made.learner = made.learner.model_copy(update={"objective": "preference"})
         trainer = _trainer(made, model or made.model.path, from_)
         if objective == "sft":
             _imitate(trainer, stored, tell, steps=steps, epochs=epochs, batch=batch, only_success=only_success)

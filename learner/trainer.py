@@ -41,8 +41,11 @@ from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.reference import Reference
 from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
-from troupe.protocol.errors import ConfigError
+from troupe.protocol.errors import CheckpointError, ConfigError
 from troupe.protocol.trajectory import Trajectory
+
+ADJUSTABLE = ("filter", "filter_value", "clip_high", "entropy_coef", "lr")
+"""Keys of [learner] that remedies change while a run goes on."""
 
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, loss of the step)."""
@@ -79,7 +82,8 @@ class Trainer:
             max_grad_norm=config.max_grad_norm,
         )
 
-        self._reference = self._refer() if config.kl is not None else None
+        compares = config.kl is not None or config.objective == "preference"
+        self._reference = self._refer() if compares else None
         self._teacher = self._taught_by(config.teacher) if "teacher" in advantages.traits(self._estimator).needs else None
         self._critic: Critic | None = None
         if "values" in advantages.traits(self._estimator).needs:
@@ -125,6 +129,7 @@ class Trainer:
             chosen, order = [demos[i] for i in order[:batch]], order[batch:]
             count = sum(len(s.at) for s in chosen)
             total = 0.0
+            self._optimiser.clear()
             for row in self._rows(chosen):
                 lp, _ = logprobs(self._parts, row)
                 loss = -lp.sum() / count
@@ -179,6 +184,8 @@ class Trainer:
         metrics = {**signals(trajectories), **batch.metrics, **told, **run.metrics()}
         metrics |= agreement(run.old, run.rollout, age)
         metrics |= {"kl": self._kl(batch, run), "lr": lr, "staleness_mean": float(age.mean())}
+        if config.kl is not None:
+            metrics["kl_reference"] = divergence(run.old, run.reference, config.kl.estimator).mean().item()
         self.step += 1
         metrics["learn_s"] = time.perf_counter() - started
         return metrics
@@ -199,9 +206,9 @@ class Trainer:
         paired = {i for pair in pairs for i in pair}
         sequences = [s for s, owner in zip(batch.sequences, batch.owner, strict=True) if owner in paired]
         run = Running(batch, self._device)
+        self._reference = self._reference or self._refer()
+        self._follow()
         if pairs:
-            self._reference = self._reference or self._refer()
-            self._reference.follow(self.step)
             with self._reference.parts() as parts:
                 self._measure(sequences, run.reference, parts=parts)
             ranks.merge(run.reference)
@@ -214,6 +221,7 @@ class Trainer:
             lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
             margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
             weight = weight.float()[run.trajectory]
+            self._optimiser.clear()
             for row in self._rows(sequences):
                 now, _ = logprobs(self._parts, row)
                 (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
@@ -255,8 +263,7 @@ class Trainer:
             )
         penalty = values = None
         if config.kl is not None and self._reference is not None:
-            if self._reference.follow(self.step) and config.kl.reset_optimiser:
-                self._optimiser.forget()
+            self._follow()
             with self._reference.parts() as parts:
                 self._measure(batch.sequences, run.reference, parts=parts)
             ranks.merge(run.reference)
@@ -318,6 +325,7 @@ class Trainer:
             if fresh and len(active) < len(sequences):
                 kept = {s.first for s in active}
                 self._measure([s for s in sequences if s.first not in kept], run.old, run.entropy)
+        self._optimiser.clear()  # of a step that an error cut off
         entropy: Entropy = "train" if config.entropy_coef else ("measure" if fresh else "skip")
         for row in self._rows(active):
             lp, spread = logprobs(self._parts, row, entropy=entropy)
@@ -334,7 +342,6 @@ class Trainer:
             if price is not None:
                 kl = divergence(lp, run.reference[row.where], price.estimator)
                 value = value + price.coef * kl
-                figures = {**figures, "kl_reference": kl.detach()}
             mine = weight[row.where]
             loss = ((value * mine).sum() - config.entropy_coef * (spread * mine).sum()) / divisor
             loss.backward()  # type: ignore[no-untyped-call]
@@ -346,9 +353,9 @@ class Trainer:
             raise Diverged(f"the loss is {whole}: lower the learning rate, or look for a broken reward or logprob")
         # where no sequence has anything to teach there is no gradient, and AdamW leaves the weights as they are
         count = sum(len(s.at) for s in sequences)
-        run.finish(self._optimiser.step(lr), count)
-        if self._critic is not None:
+        if self._critic is not None:  # first, so that one that diverges leaves the policy as it was
             run.value_losses.append(self._critic.learn(self._rows(sequences), run.value, run.target, count))
+        run.finish(self._optimiser.step(lr), count)
 
     def _aggregated(self, sequences: list[Trainable], run: Running) -> tuple[torch.Tensor, float]:
         """Weights of all tokens in an optimiser step on `sequences`, and what their sum is divided by."""
@@ -387,6 +394,12 @@ class Trainer:
                 "name a model of the same tokenizer"
             )
         return prepare(model, device=self._device)
+
+    def _follow(self) -> None:
+        """Lets the reference become the policy if it is time, and the optimiser start anew with it if that is wanted."""
+        kl = self.config.kl
+        if self._reference is not None and self._reference.follow(self.step) and kl is not None and kl.reset_optimiser:
+            self._optimiser.forget()
 
     def _refer(self) -> Reference:
         reset_every = self.config.kl.reset_every if self.config.kl is not None else 0
@@ -456,18 +469,30 @@ class Trainer:
     def restore(self, folder: str | Path) -> None:
         """Takes over weights, optimiser and step. Raises CheckpointError, and this trainer is then of no more use."""
         state = checkpoint.read(Path(folder), self.model, seed=self.seed)
-        self._optimiser.load_state_dict(state.optimiser)
-        if self._critic is not None and "critic" in state.optimiser:
-            self._critic.load_state_dict(state.optimiser["critic"])
-        if self._reference is not None and "reference" in state.optimiser:
-            self._reference.load_state_dict(state.optimiser["reference"])
+        try:
+            self._optimiser.load_state_dict(state.optimiser)
+            if self._critic is not None and "critic" in state.optimiser:
+                self._critic.load_state_dict(state.optimiser["critic"])
+            if self._reference is not None:
+                self._reference.load_state_dict(state.optimiser.get("reference", {}))
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"'{folder}' is of another [learner] or [model]: {reason}") from error
         self.step = state.step
 
     # -- remedies ----------------------------------------------------------------------------------------------------
 
     def adjust(self, changes: Mapping[str, Any]) -> None:
-        """Trains with `changes` of [learner] from here on, in place of those of an earlier call. Raises ConfigError."""
-        config = LearnerConfig.model_validate({**self._given.model_dump(), **changes})
+        """Trains with `changes` of ADJUSTABLE keys of [learner] from here on, in place of those of an earlier call.
+
+        Raises ConfigError for other keys, and for values that do not fit.
+        """
+        if fixed := sorted(set(changes) - set(ADJUSTABLE)):
+            raise ConfigError(f"learner.{fixed[0]} cannot change during a run; these can: {', '.join(ADJUSTABLE)}")
+        try:
+            config = LearnerConfig.model_validate({**self._given.model_dump(), **changes})
+        except ValueError as error:
+            raise ConfigError(f"[learner] cannot be adjusted to {dict(changes)}: {error}") from error
         composition.check(config, self.model_config)
         self.config = config
 

@@ -438,7 +438,108 @@ def test_activation_checkpointing_changes_nothing(tiny: str, batch: list[Traject
     assert sums[0] == sums[1]
 
 
+def test_a_step_that_an_error_cut_off_leaves_no_gradient_behind(
+    tiny: str, batch: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, clean = (trainer(tiny, tokens_per_micro_batch=40) for _ in range(2))
+    with monkeypatch.context() as patched:
+        calls = iter(range(100))
+        real = broken._loss
+
+        def fails(*args: Any) -> Any:
+            if next(calls) == 2:
+                raise RuntimeError("out of memory")
+            return real(*args)
+
+        patched.setattr(broken, "_loss", fails)
+        with pytest.raises(RuntimeError):
+            broken.train(batch)
+    assert broken.train(batch)["grad_norm"] == clean.train(batch)["grad_norm"]
+
+
+def test_a_critic_that_diverges_leaves_the_policy_as_it_was(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, advantage="gae", whiten="batch")
+    before = checksum_of(t.tensors())
+    batch[0].reward = 1e25
+    with pytest.raises(Diverged):
+        t.train(batch)
+    assert checksum_of(t.tensors()) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"advantage": "rloo"}, "advantage cannot change"),
+        ({"kl": {"coef": 1.0}}, "kl cannot change"),
+        ({"lr": -1.0}, "cannot be adjusted"),
+    ],
+)
+def test_what_a_trainer_cannot_change_on_its_way_is_refused(tiny: str, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        trainer(tiny).adjust(changes)
+
+
+def test_adjusted_settings_hold_until_they_are_adjusted_again(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, lr=1e-2)
+    t.adjust({"lr": 5e-3, "clip_high": 0.5})
+    assert t.train(batch)["lr"] == 5e-3 and t.config.clip_high == 0.5
+    t.adjust({"filter": "informative"})
+    told = t.train(batch)
+    assert told["lr"] == 1e-2 and told["kept_groups"] == pytest.approx(2 / 3)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved_at", [0, 2])
+def test_preferences_go_on_from_a_checkpoint_against_the_same_reference(
+    tiny: str, make_trajectory: Make, tmp_path: Path, saved_at: int
+) -> None:
+    batches = [[make_trajectory(10 * k, k, 1.0), make_trajectory(10 * k + 1, k, 0.0)] for k in range(4)]
+    for pair in batches:
+        pair[1].task = pair[0].task
+    whole = trainer(tiny, objective="preference", lr=1e-2)
+    for step, found in enumerate(batches):
+        if step == saved_at:
+            whole.save(tmp_path / "saved")
+        whole.train(found)
+    resumed = trainer(tiny, objective="preference", lr=1e-2)
+    resumed.restore(tmp_path / "saved")
+    for found in batches[saved_at:]:
+        resumed.train(found)
+    assert checksum_of(resumed.tensors()) == checksum_of(whole.tensors())
+
+
+def test_a_reference_is_reset_on_time_also_in_a_step_without_pairs(tiny: str, make_trajectory: Make) -> None:
+    good, bad = make_trajectory(0, 0, 1.0), make_trajectory(1, 0, 0.0)
+    t = trainer(tiny, objective="preference", lr=1e-2, kl={"reset_every": 2})
+    for found in ([good, bad], [good, bad], [good]):
+        t.train(found)
+    assert t.train([good, bad])["dpo_margin"] == 0  # the policy of step 2 is the reference, and nothing was learned since
+
+
+def test_rolling_back_to_before_the_first_step_takes_the_reference_along(
+    tiny: str, batch: list[Trajectory], tmp_path: Path
+) -> None:
+    t = trainer(tiny, lr=1e-2, kl={"coef": 0.1, "reset_every": 2})
+    t.save(tmp_path / "start")
+    for _ in range(3):
+        t.train(batch)
+    t.roll_back(tmp_path / "start")
+    assert t.step == 3 and t.train(batch)["kl_reference"] == pytest.approx(0, abs=1e-9)
+
+
+def test_another_decay_or_momentum_takes_effect_after_a_checkpoint(tiny: str, batch: list[Trajectory], tmp_path: Path) -> None:
+    first = trainer(tiny)
+    first.train(batch)
+    first.save(tmp_path / "saved")
+    sums = set()
+    for config in ({}, {"weight_decay": 0.5}, {"betas": (0.5, 0.5)}):
+        t = trainer(tiny, **config)
+        t.restore(tmp_path / "saved")
+        t.train(batch)
+        sums.add(checksum_of(t.tensors()))
+    assert len(sums) == 3
 
 
 WITH_A_CRITIC = {"advantage": "gae", "critic": {"kind": "separate"}, "kl": {"coef": 0.1}}
