@@ -177,8 +177,11 @@ def config(
 ) -> None:
     """Prints a recipe as it would run, with what each key means."""
     from troupe.cluster import config as recipes
+    from troupe.cluster import launch
 
-    print(recipes.explained(recipes.read(recipe, set_)), end="")
+    found = recipes.read(recipe, set_)
+    launch.check_learner(found)
+    print(recipes.explained(found), end="")
 
 
 def _relative(path: Path) -> str:

@@ -12,7 +12,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 import tomli_w
@@ -115,6 +115,8 @@ def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "", arra
         elif isinstance(value, list) and value and isinstance(value[0], pydantic.BaseModel):
             for item in value:
                 tables += ["", *_section(item, [*path, name], meaning, array=True)]
+        elif value is None and (kind := _section_of(field.annotation)) is not None:
+            tables += ["", *_switched_off(kind, [*path, name], meaning)]
         elif value is None:
             rows.append((f"# {name} =", meaning))
         else:
@@ -122,6 +124,23 @@ def _section(model: pydantic.BaseModel, path: list[str], meaning: str = "", arra
     width = max((len(text) for text, _ in rows), default=0)
     lines += [f"{text:<{width}}  # {meaning}".rstrip(" #") if meaning else text for text, meaning in rows]
     return lines + tables
+
+
+def _switched_off(kind: type[pydantic.BaseModel], path: list[str], meaning: str) -> list[str]:
+    """A table that is not there, as comments: how it would be written."""
+    lines = [_comment(f"{meaning} (not set)"), f"# [{'.'.join(path)}]"]
+    for name, field in kind.model_fields.items():
+        default = (
+            "= …" if field.is_required() else _assignment(name, field.get_default(call_default_factory=True)).partition(" ")[2]
+        )
+        lines.append(f"# {name} {default}  # {field.description or ''}".rstrip(" #"))
+    return lines
+
+
+def _section_of(annotation: Any) -> type[pydantic.BaseModel] | None:
+    """The section in `Section | None`."""
+    kinds = (kind for kind in get_args(annotation) if isinstance(kind, type))
+    return next((kind for kind in kinds if issubclass(kind, pydantic.BaseModel)), None)
 
 
 def _comment(text: str) -> str:

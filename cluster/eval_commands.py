@@ -70,9 +70,16 @@ def register(app: typer.Typer) -> None:
             stop=list(config.rollout.stop),
         )
         _check(sampling)
+        if sampling.temperature == 0 and trials > 1:
+            raise ConfigError(
+                f"--trials {trials} at temperature 0 would play the same episode {trials} times: leave out --trials, or set a "
+                "--temperature above 0"
+            )
         history = eval_tasks.history_of(policy.weights)
         chosen = eval_tasks.choose(tasks, count, registry.find(config.env.name), history)
         contaminated = eval_tasks.guard(chosen, history, force)
+        if len(chosen) < count:
+            print(f"there are only {len(chosen)} such tasks of the {count} that were asked for", file=sys.stderr)
         folder = _folder(policy.run, f"step-{policy.version}" if policy.checkpoint else policy.folder.name)
         file = Path(output) if output else folder.with_suffix(".json")
         if not file.parent.is_dir() and output:

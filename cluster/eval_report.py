@@ -193,6 +193,8 @@ def _task_table(tasks: Sequence[Mapping[str, Any]]) -> Table:
 def _interval(estimate: Mapping[str, Any]) -> str:
     if estimate["value"] is None:
         return "–"
+    if estimate["low"] == estimate["high"]:  # resampling what is all alike says nothing of how sure it is
+        return f"{estimate['value']:.3f} (all alike) on {estimate['tasks']} tasks"
     return f"{estimate['value']:.3f} {_range(estimate['low'], estimate['high'])} on {estimate['tasks']} tasks"
 
 

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from troupe.actors.director import shown_tasks
 from troupe.cluster import config as recipes
-from troupe.envs.base import TextWorld
+from troupe.envs.base import SPLITS, TextWorld
 from troupe.protocol import stored
 from troupe.protocol.errors import ConfigError, nearest
 from troupe.protocol.trajectory import Task
@@ -141,6 +141,8 @@ def _read(path: Path, env: str) -> Iterator[Task]:
         if not abs(row.get("seed", _SEEDS)) < _SEEDS:
             raise ConfigError(f'{where} has no "seed" of 64 bits: write a task as {{"split": "heldout", "seed": 7}}')
         split = row.get("split", "heldout")
+        if split not in SPLITS:
+            raise ConfigError(f"{where}: there is no split '{split}'.{nearest(split, SPLITS)} Known: {', '.join(SPLITS)}")
         task = Task(row.get("id", f"{split}/{row['seed']}"), env, split, row["seed"], row.get("data", {}))
         if task.id in ids:
             raise ConfigError(f"{where}: there is a task '{task.id}' already; give each an id of its own")

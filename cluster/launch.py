@@ -53,18 +53,11 @@ def check(config: RunConfig) -> None:
     """Raises ConfigError for what would only come to light once the actors are started, and settles what is "auto"."""
     from troupe.actors import loops, rendering
     from troupe.envs import registry
-    from troupe.learner import composition
 
     world = registry.find(config.env.name)
     registry.make(world, config.env.options)
     loop = loops.choose(config.agent, world)
-    composition.check(config.learner, config.model_settings(""))
-    _check_teacher(config)
-    if config.learner.advantage == "pass_at_k" and config.learner.pass_k > config.rollout.group_size:
-        raise ConfigError(
-            f"learner.pass_k = {config.learner.pass_k} of groups of {config.rollout.group_size} would teach nothing: make "
-            f"rollout.group_size at least {config.learner.pass_k}, or pass_k smaller"
-        )
+    check_learner(config)
     if config.model.path:
         from troupe.cluster.models import resolve
 
@@ -84,6 +77,33 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"world '{config.env.name}' has no corpus() to make a small policy's tokenizer from: name a pretrained model "
             "instead, for example --model smollm2-135m (model.path in a recipe)"
+        )
+
+
+def check_learner(config: RunConfig) -> None:
+    """What `check` asks of [learner]: it needs neither world nor model."""
+    from troupe.learner import composition
+
+    composition.check(config.learner, config.model_settings(""))
+    _check_teacher(config)
+    _check_groups(config)
+
+
+def _check_groups(config: RunConfig) -> None:
+    """Refuses groups in which there is nothing to compare."""
+    from troupe.learner import advantages
+
+    learner, size = config.learner, config.rollout.group_size
+    preference = learner.objective == "preference"
+    if size == 1 and (preference or advantages.traits(advantages.find(learner.advantage)).compares):
+        what = "objective = 'preference'" if preference else f"advantage = '{learner.advantage}'"
+        raise ConfigError(
+            f"learner.{what} compares the members of a group, and rollout.group_size = 1 would teach nothing: make it 2 or more"
+        )
+    if learner.advantage == "pass_at_k" and learner.pass_k > size:
+        raise ConfigError(
+            f"learner.pass_k = {learner.pass_k} of groups of {size} would teach nothing: make rollout.group_size at least "
+            f"{learner.pass_k}, or pass_k smaller"
         )
 
 

@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from troupe.learner.config import LearnerConfig
 from troupe.learner.errors import BatchError
 from troupe.learner.packing import Trainable, trainable
 from troupe.learner.rewards import Indices, return_of, scales_of
+from troupe.learner.success import succeeded
 from troupe.learner.whiten import whiten
 from troupe.protocol.trajectory import Trajectory
 
@@ -189,7 +191,7 @@ def _groups(ordered: list[Trajectory]) -> list[list[Trajectory]]:
 def _metrics(trajectories: list[Trajectory], keep: Any) -> dict[str, float]:
     return {
         "kept_groups": float(np.mean(list(keep))),
-        "success": float(np.mean([t.reward > 0 if t.success is None else t.success for t in trajectories])),
+        "success": float(np.mean([succeeded(t) for t in trajectories])),
         "turns": float(np.mean([len(t.steps) for t in trajectories])),
     }
 
@@ -199,26 +201,33 @@ def _check(t: Trajectory) -> None:
         raise BatchError(f"trajectory '{t.id}' is of kind '{t.kind}': evaluations are never trained on")
     if t.status != "completed":
         raise BatchError(f"trajectory '{t.id}' is {t.status} ({t.stop}): only completed ones are trained on")
-    if not math.isfinite(t.reward):
+    if not _finite(t.reward):
         raise BatchError(f"trajectory '{t.id}' has reward {t.reward}: it is broken, not bad; retry or exclude it")
     for turn, step in enumerate(t.steps):
-        if not all(map(math.isfinite, (step.reward, *step.parts.values()))):
+        if not all(map(_finite, (step.reward, *step.parts.values()))):
             raise BatchError(f"trajectory '{t.id}': a reward of turn {turn} is not finite; retry or exclude it")
     drawn = _drawn(t)
     temperature, top_k, top_p = drawn["temperature"], drawn["top_k"], drawn["top_p"]
-    if not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
+    if not (_finite(temperature) and temperature > 0):
         raise BatchError(f"trajectory '{t.id}' was sampled at temperature {temperature!r}: training needs one above 0")
-    if not (isinstance(top_p, int | float) and 0 < top_p <= 1):
+    if not (_finite(top_p) and 0 < top_p <= 1):
         raise BatchError(f"trajectory '{t.id}' was sampled with top_p = {top_p!r}: it must be above 0 and at most 1")
-    if not (isinstance(top_k, int) and top_k >= 0):
+    if not (isinstance(top_k, int | np.integer) and top_k >= 0):
         raise BatchError(f"trajectory '{t.id}' was sampled with top_k = {top_k!r}: it must be 0 (off) or more")
-    for node in t.nodes:
+    for index, node in enumerate(t.nodes):
+        if not (isinstance(node.parent, int | np.integer) and -1 <= node.parent < index):
+            raise BatchError(f"trajectory '{t.id}': node {index} has parent {node.parent!r}, which does not come before it")
         try:
             node.check()
         except ValueError as error:
             raise BatchError(f"trajectory '{t.id}': {error}") from error
         if not np.isfinite(node.logprobs).all():
             raise BatchError(f"trajectory '{t.id}': a logprob is not finite, in a node of '{node.role}'")
+
+
+def _finite(value: Any) -> bool:
+    """Whether it is a number, of Python or numpy, and finite."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def _drawn(t: Trajectory) -> dict[str, Any]:

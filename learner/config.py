@@ -213,6 +213,13 @@ class LearnerConfig(_Settings):
                 f"ratio = 'rollout' already weighs by the engine's logprobs and correct = {self.correct!r} would do it twice: "
                 "set correct = 'none', or ratio = 'old'"
             )
+        share = self.filter in ("top_std", "top_p", "softmax_top_p", "min_p")
+        if share and self.filter_value > 1:
+            raise ValueError(f"filter = '{self.filter}' takes a share as filter_value, at most 1; it is {self.filter_value:g}")
+        if self.filter == "top_k" and self.filter_value < 1:
+            raise ValueError(
+                f"filter = 'top_k' takes a number of groups as filter_value, 1 or more; it is {self.filter_value:g}"
+            )
         if self.correct == "decoupled" and self.correct_level == "sequence":
             raise ValueError("correct = 'decoupled' is defined token by token: set correct_level = 'token'")
         if self.correct == "icepop" and self.icepop_low > self.icepop_high:

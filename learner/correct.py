@@ -21,10 +21,10 @@ from troupe.learner.config import LearnerConfig
 
 
 def importance(old: torch.Tensor, rollout: torch.Tensor, config: LearnerConfig) -> torch.Tensor:
-    """Weights of tokens, from `old` and `rollout` [k]; pass sums over trajectories for the level of sequences."""
+    """Weights of tokens, float32, from `old` and `rollout` [k]; pass `over_sequences` of both for the level of sequences."""
     if config.correct == "none":
-        return torch.ones_like(old)
-    weight = (old - rollout).clamp(-20.0, 20.0).exp()
+        return torch.ones_like(old, dtype=torch.float32)
+    weight = (old - rollout).clamp(-20.0, 20.0).exp().float()
     if config.correct == "tis":
         return weight.clamp(max=config.tis_cap)
     if config.correct == "icepop":
@@ -33,6 +33,9 @@ def importance(old: torch.Tensor, rollout: torch.Tensor, config: LearnerConfig) 
 
 
 def over_sequences(values: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
-    """For each token the sum of `values` [k] over its trajectory, which `owner` [k] numbers from 0."""
+    """For each token the sum of `values` [k] over its trajectory, which `owner` [k] numbers from 0.
+
+    In float64: of a long trajectory, the difference of two sums is smaller than the float32 rounding of either.
+    """
     sums = torch.zeros(int(owner.max()) + 1 if len(owner) else 0, dtype=torch.float64, device=values.device)
-    return sums.index_add(0, owner, values.double())[owner].to(values.dtype)
+    return sums.index_add(0, owner, values.double())[owner]

@@ -44,7 +44,7 @@ def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
         try:
             hf = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-            if any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+            if has_weights(folder):
                 model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
             else:
                 fresh: Any = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -58,6 +58,11 @@ def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
             model = _adapted(model, config.lora)
     model.train(False)
     return model
+
+
+def has_weights(folder: str | Path) -> bool:
+    """Whether a model folder holds weights, or only what a model with random ones is made from."""
+    return any(any(Path(folder).glob(pattern)) for pattern in _WEIGHT_FILES)
 
 
 def _adapted(model: Any, lora: LoraSettings) -> Any:

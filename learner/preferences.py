@@ -12,15 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from troupe.learner.success import succeeded as succeeded  # training on successes finds it here
 from troupe.protocol.trajectory import Trajectory
 
 Pair = tuple[int, int]
 """Indices of the preferred trajectory and of the other."""
-
-
-def succeeded(trajectory: Trajectory) -> bool:
-    """What the world called a success, or a reward above 0 where it called nothing."""
-    return trajectory.reward > 0 if trajectory.success is None else trajectory.success
 
 
 def pairs_of(trajectories: Sequence[Trajectory]) -> list[Pair]:

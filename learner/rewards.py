@@ -8,6 +8,7 @@ belongs to the turn before it. Tokens are in node order, which is the order of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -35,15 +36,27 @@ def turn_rewards(trajectory: Trajectory, config: LearnerConfig, scale: float = 1
 
 
 def return_of(trajectory: Trajectory, config: LearnerConfig, scale: float = 1.0) -> float:
-    """Sum of the turns' rewards; exactly the trajectory's own, times `scale`, where nothing is weighted or punished."""
-    if not config.reward_parts and config.overlong is None:
-        return trajectory.reward * scale
-    return float(turn_rewards(trajectory, config, scale).sum())
+    """Sum of the turns' rewards, up to rounding.
+
+    It starts from the trajectory's own reward, so that what turns it came from leaves no residue: equal rewards that are
+    weighted and punished alike are exactly equal.
+    """
+    punished = 0.0 if config.overlong is None else overlong(trajectory, config.overlong)
+    return weighed(trajectory, config) * scale + punished
+
+
+def weighed(trajectory: Trajectory, config: LearnerConfig) -> float:
+    """The trajectory's reward with the parts named in `reward_parts` weighted anew, correctly rounded."""
+    weights = config.reward_parts
+    parts = ((name, value) for step in trajectory.steps for name, value in step.parts.items() if name in weights)
+    return math.fsum([trajectory.reward, *((weights[name] - 1) * value for name, value in parts)])
 
 
 def scales_of(group: Sequence[Trajectory], config: LearnerConfig) -> list[float]:
     """What `tool_cost` multiplies the reward of each trajectory of a group with; 1 where it is not set."""
-    return [1.0] * len(group) if config.tool_cost is None else scales(group, config.tool_cost)
+    if config.tool_cost is None:
+        return [1.0] * len(group)
+    return scales(group, [weighed(trajectory, config) for trajectory in group], config.tool_cost)
 
 
 def overlong(trajectory: Trajectory, settings: OverlongSettings) -> float:

@@ -11,15 +11,11 @@ FLOOR = 0.05
 
 
 def learning_rate(config: LearnerConfig, step: int) -> float:
-    """Of the step after `step`: rises over `warmup_steps`, falls over `decay_steps` in a line or as half a cosine."""
+    """Of the step after `step`: rises to lr over `warmup_steps`, then falls over `decay_steps`: a line or half a cosine."""
     rise = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    if not config.decay_steps:
-        fall = 1.0
-    elif config.schedule == "linear":
-        fall = max(FLOOR, 1.0 - step / config.decay_steps)
-    else:
-        fall = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * min(1.0, step / config.decay_steps))) / 2
-    return config.lr * rise * fall
+    gone = min(1.0, max(0, step - config.warmup_steps) / config.decay_steps) if config.decay_steps else 0.0
+    left = 1.0 - gone if config.schedule == "linear" else (1.0 + math.cos(math.pi * gone)) / 2
+    return config.lr * rise * (FLOOR + (1 - FLOOR) * left)
 
 
 def cold_start_rate(config: LearnerConfig, step: int, steps: int) -> float:

@@ -8,8 +8,9 @@ the paper's OTC-GRPO:
              sin(f(m, n)·π / 2n)      else, with f(m, n) = 2nm / (m + n)
 
 so that the fewest calls earn the whole reward and twice as many sin(⅔·π) = .87 of it. Every call that the agent wrote counts,
-also one that could not be run. Only successes are scaled: a failure is worth 0 in the paper, and a punishment must not
-shrink with waste. n is of the group that is trained on; the paper also remembers it from epoch to epoch.
+also one that could not be run. Only successes are scaled, and of them only rewards above 0: a failure is worth 0 in the
+paper, and a punishment must not shrink with waste. n is of the group that is trained on; the paper also remembers it from
+epoch to epoch.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import math
 from collections.abc import Sequence
 
 from troupe.learner.config import ToolCostSettings
+from troupe.learner.success import succeeded
 from troupe.protocol.trajectory import Trajectory
 
 
-def scales(group: Sequence[Trajectory], settings: ToolCostSettings) -> list[float]:
-    """What the reward of each trajectory of a group is multiplied with; 1 for those that did not succeed."""
+def scales(group: Sequence[Trajectory], rewards: Sequence[float], settings: ToolCostSettings) -> list[float]:
+    """What `rewards` [n], of the trajectories of a group, are multiplied with; 1 for failures and where nothing is above 0."""
     calls = [sum(len(step.calls) for step in trajectory.steps) for trajectory in group]
-    solved = [t.reward > 0 if t.success is None else t.success for t in group]
+    solved = [succeeded(t) for t in group]
     fewest = min((m for m, won in zip(calls, solved, strict=True) if won), default=0)
     return [
-        settings.scale * efficiency(m, fewest, settings.smooth) if won else 1.0 for m, won in zip(calls, solved, strict=True)
+        settings.scale * efficiency(m, fewest, settings.smooth) if won and reward > 0 else 1.0
+        for m, won, reward in zip(calls, solved, rewards, strict=True)
     ]
 
 

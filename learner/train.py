@@ -85,7 +85,7 @@ def train(
 
     On stored data, each training step in it being one batch:
 
-    python -m troupe.learner.train --data RUN/trajectories --model RUN/model --output out
+    python -m troupe.learner.train --data RUN/trajectories --model RUN/checkpoints/step-0/model --config RUN/config.toml -o out
 
     Imitate what succeeded:
 
@@ -103,12 +103,17 @@ def train(
         if step is not None:
             raise ConfigError("--step is of --run; with --data, --steps says how many steps to take")
         made, _ = recipe.read(config, [*(set_ or []), *([f"seed={seed}"] if seed is not None else [])])
+        tell.note(f"settings: [learner], [model] and seed of {config}" if config else "settings: the defaults; see --config")
         stored = read(data)
         for reason, count in stored.left_out.items():
             tell.note(f"{count} trajectories left out: {reason}")
         if objective == "dpo":
             made.learner = made.learner.model_copy(update={"objective": "preference"})
         trainer = _trainer(made, model or made.model.path, from_)
+        from troupe.learner.model import has_weights
+
+        if from_ is None and not has_weights(model or made.model.path):
+            tell.note(f"'{model or made.model.path}' has no weights: they are drawn from the seed")
         if objective == "sft":
             _imitate(trainer, stored, tell, steps=steps, epochs=epochs, batch=batch, only_success=only_success)
         else:
@@ -176,7 +181,8 @@ def _verdict(past: Past, trainer: Trainer | RankedTrainer, weights: str, found: 
     if found:
         first, here = found[0], trainer.config
         also = f"; also {', '.join(d.name for d in found[1:])}" if len(found) > 1 else ""
-        used = f"here {here.device}, {here.threads} threads, torch {metadata.version('torch')}; the run {_made_with(version)}"
+        with_ = f"{here.device}, {here.threads} threads, {here.ranks} ranks, torch {metadata.version('torch')}"
+        used = f"here {with_}; the run {_made_with(past, version)}"
         return f"step {step}: differs from the run: {first.name} {first.here} here, {first.run} there{also} ({used})"
     if version is not None:
         return f"step {step}: weights equal to the run's, to the byte ({weights})"
@@ -185,9 +191,10 @@ def _verdict(past: Past, trainer: Trainer | RankedTrainer, weights: str, found: 
     return f"step {step}: the run recorded nothing of it to compare with; weights {weights}"
 
 
-def _made_with(version: Version | None) -> str:
+def _made_with(past: Past, version: Version | None) -> str:
     device, torch = (version.device, version.torch) if version is not None else ("", "")
-    return f"{device or 'unknown'}, torch {torch or 'unknown'}"
+    theirs = recipe.read(past.recipe, [])[0].learner
+    return f"{device or 'unknown'}, {theirs.threads} threads, {theirs.ranks} ranks, torch {torch or 'unknown'}"
 
 
 # -- stored data -----------------------------------------------------------------------------------------------------

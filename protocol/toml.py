@@ -67,13 +67,25 @@ def validate(kind: type[M], data: dict[str, Any], where: str, text: str = "", ov
         line = _line_of(text, keys)
         at = f"{where} line {line}" if line else where
         for change in overrides or []:
-            if name == change.partition("=")[0].strip():
+            key = change.partition("=")[0].strip()
+            if name == key or name.startswith(f"{key}."):
                 at = f"{where} with {change}"
         if first["type"] == "extra_forbidden":
             known = _known_keys(kind)
             raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error
-        given = first.get("input")
-        raise ConfigError(f"{at}: '{name}' = {given!r}: {first['msg']}") from error
+        raise ConfigError(f"{at}: {_reason(name, first)}") from error
+
+
+def _reason(name: str, found: Any) -> str:
+    """What is wrong with the key `name`, in words for people."""
+    given, told = found.get("input"), found["msg"].removeprefix("Value error, ")
+    if found["type"] in ("model_type", "model_attributes_type"):
+        return f"'{name}' = {given!r}: it is a section: write [{name}], and its keys below"
+    if isinstance(given, dict):  # of a whole section
+        return f"[{name}]: {told}" if name else told
+    allowed = re.findall(r"'([^']*)'", found.get("ctx", {}).get("expected", ""))
+    hint = nearest(str(given), allowed) if found["type"] == "literal_error" else ""
+    return f"'{name}' = {given!r}: {told}{'.' + hint if hint else ''}"
 
 
 def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:

@@ -82,21 +82,25 @@ Estimator: TypeAlias = Callable[[Group], Sequence[Any] | Array]
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What was said of an estimator. whiten: over the batch, unless the configuration says otherwise."""
+    """What was said of an estimator. whiten: over the batch, unless the configuration says otherwise. compares: with the
+    others of the group, so that a group of one teaches nothing."""
 
     whiten: bool = False
     needs: frozenset[Need] = frozenset()
+    compares: bool = False
 
 
 _registry: Registry[Estimator] = Registry("advantage")
 _traits: dict[Estimator, Traits] = {}
 
 
-def advantage(name: str, *, whiten: bool = False, needs: Iterable[Need] = ()) -> Callable[[Estimator], Estimator]:
+def advantage(
+    name: str, *, whiten: bool = False, needs: Iterable[Need] = (), compares: bool = True
+) -> Callable[[Estimator], Estimator]:
     """Registers an estimator under `name`; see `Traits`."""
 
     def register(function: Estimator) -> Estimator:
-        _traits[function] = Traits(whiten, frozenset(needs))
+        _traits[function] = Traits(whiten, frozenset(needs), compares)
         return _registry.add(name, function)
 
     return register

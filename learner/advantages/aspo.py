@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from troupe.learner.advantages import Array, Group, advantage, compare
+from troupe.learner.success import succeeded
 
 
 @advantage("aspo")
@@ -21,8 +22,7 @@ def aspo(group: Group) -> Array:
     said, until = {}, {}
     for i, trajectory in enumerate(group.trajectories):
         calling = next((turn for turn, step in enumerate(trajectory.steps) if step.calls), None)
-        solved = group.returns[i] > 0 if trajectory.success is None else trajectory.success
-        if calling is not None and solved and trajectory.policy_tokens:
+        if calling is not None and succeeded(trajectory) and trajectory.policy_tokens:
             said[i] = trajectory.policy_tokens
             until[i] = int((group.turns(i) <= calling).sum())
     for i, position in until.items():

@@ -14,7 +14,7 @@ from troupe.learner.advantages.gae import trace
 from troupe.learner.rewards import at_tokens
 
 
-@advantage("bi_level_gae", needs=["values"])
+@advantage("bi_level_gae", needs=["values"], compares=False)
 def bi_level_gae(group: Group) -> list[Array]:
     """Advantages, one per policy token."""
     return [_one(group, i) for i in range(len(group.trajectories))]

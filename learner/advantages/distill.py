@@ -10,7 +10,7 @@ from __future__ import annotations
 from troupe.learner.advantages import Array, Group, advantage
 
 
-@advantage("distill", needs=["old", "teacher"])
+@advantage("distill", needs=["old", "teacher"], compares=False)
 def distill(group: Group) -> list[Array]:
     """Advantages, one per policy token."""
     return [teacher - old for teacher, old in zip(group.teacher, group.old, strict=True)]

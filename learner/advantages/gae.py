@@ -11,7 +11,7 @@ import numpy as np
 from troupe.learner.advantages import Array, Group, advantage
 
 
-@advantage("gae", needs=["values"])
+@advantage("gae", needs=["values"], compares=False)
 def gae(group: Group) -> list[Array]:
     """Advantages, one per policy token."""
     config = group.config

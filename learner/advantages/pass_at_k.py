@@ -2,7 +2,8 @@
 
 With N responses, N⁻ of them failures: R̄ = 1 − C(N⁻, k)/C(N, k), σ = √(R̄(1 − R̄)); a success gets (1 − R̄)/σ, a failure
 (1 − R̄ − C(N⁻−1, k−1)/C(N−1, k−1))/σ. They sum to 0, and a task that any k responses solve (or none) teaches nothing.
-A success is what the world called one, or a return above 0. k = `pass_k`; with k = 1 it is GRPO with population σ.
+A success is what the world called one, or a reward above 0, whatever shapes the return (`learner/success.py`).
+k = `pass_k`; with k = 1 it is GRPO with population σ.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import numpy as np
 
 from troupe.learner.advantages import Array, Group, advantage
+from troupe.learner.success import succeeded
 
 
 @advantage("pass_at_k")
@@ -20,10 +22,7 @@ def pass_at_k(group: Group) -> Array:
     n, k = len(group.returns), group.config.pass_k
     if n < max(2, k):
         return np.zeros(n)
-    solved = group.returns > 0
-    for i, trajectory in enumerate(group.trajectories):
-        if trajectory.success is not None:
-            solved[i] = trajectory.success
+    solved = np.array([succeeded(trajectory) for trajectory in group.trajectories])
     failed = int(n - solved.sum())
     missed = math.comb(failed, k) / math.comb(n, k)  # 1 − R̄
     if missed in (0.0, 1.0):

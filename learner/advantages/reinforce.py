@@ -9,7 +9,7 @@ from troupe.learner.advantages import Array, Group, advantage
 from troupe.learner.rewards import to_go
 
 
-@advantage("reinforce")
+@advantage("reinforce", compares=False)
 def reinforce(group: Group) -> list[Array]:
     """Advantages, one per policy token. Turn rewards 0, 1, 1 give 2, 2, 1."""
     gamma = group.config.turn_gamma

@@ -11,7 +11,7 @@ from troupe.learner.advantages import Array, Group, advantage, compare
 from troupe.learner.rewards import to_go
 
 
-@advantage("reinforce_pp", whiten=True)
+@advantage("reinforce_pp", whiten=True, compares=False)
 def reinforce_pp(group: Group) -> list[Array]:
     """Returns to go, one per policy token, before whitening."""
     return [to_go(group.token_rewards(i), group.config.gamma) for i in range(len(group.trajectories))]

@@ -1,9 +1,9 @@
-"""What the history of a run warns of: the Echo Trap's three symptoms (RAGEN, arXiv:2504.20073), hacking and echo.
+"""What the history of a run warns of: the Echo Trap's three symptoms (RAGEN, arXiv:2504.20073), hacking, echo and cut turns.
 
 A history is a run's metric rows, as in metrics.jsonl. Promises:
 - pure and deterministic: the same rows give the same alarms, so a resumed run needs no memory of its own;
-- nothing raises: a missing, non-finite or non-numeric value is as if the row did not have it; a step that is there
-  again, after a resume, counts once, and the rows that it replaces not at all;
+- nothing raises: a missing, non-finite or non-numeric value is as if the row did not have it, and what is no row as if it
+  were not there; a step that is there again, after a resume, counts once, and the rows that it replaces not at all;
 - constant metrics never raise an alarm, nor do fewer than `min_rows` rows;
 - a call looks at the newest `memory` steps only, whatever the length of the run: about a millisecond.
 """
@@ -26,6 +26,8 @@ Row: TypeAlias = Mapping[str, Any]
 Detector: TypeAlias = Callable[[Sequence[Row], HealthConfig], "Alarm | None"]
 
 _EARLY = " — the Echo Trap's early sign"
+_FEW = 0.1
+"""The extremes of a column are those without this share of its values at the end, one at least: an outlier sets none."""
 _ABSURD = 1e100
 """Values beyond it are treated as not finite, because their squares are not; gradients below its inverse as 0."""
 
@@ -68,16 +70,16 @@ def fresh(rows: Sequence[Row], config: HealthConfig | None = None) -> list[Alarm
 def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     """The deviation of rewards within groups fell to `variance_ratio` of what it was, and success does not explain it.
 
-    A deviation falls by itself when rewards come near their best: with a mean m between the lowest and highest reward ever
-    seen it can be at most √((high − m)(m − low)) (Bhatia and Davis, 2000; √(p(1 − p)) for a success rate p). So what is
-    compared is the share of that which the groups show. Rewards within `margin` of the best or worst raise no alarm.
+    A deviation falls by itself when rewards come near their best: with a mean m between the lowest and the highest reward
+    it can be at most √((high − m)(m − low)) (Bhatia and Davis, 2000; √(p(1 − p)) for a success rate p). So what is compared
+    is the share of that which the groups show. Rewards within `margin` of the best or worst raise no alarm.
     A deviation that falls before success does is the Echo Trap's earliest sign (section 3 of the paper).
     """
     rows = _tidy(rows, config)
-    steps, sigma, room = _together(rows, "group_reward_std", _room(rows))
+    steps, sigma, room = _room(rows)
     shares = np.divide(sigma, room, out=np.zeros_like(sigma), where=room > 0)
     shift = _fall(steps, shares, config)
-    if shift is None or not config.margin < _place(rows, config) < 1 - config.margin:
+    if shift is None or _mastered(rows, config) or _place(rows, config) <= config.margin:
         return None
     if shift.before < config.variance_floor or shift.now > config.variance_ratio * shift.before:
         return None
@@ -90,10 +92,10 @@ def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | 
 
 
 def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
-    """Entropy fell to `entropy_ratio` of what it was, and rewards are not within `margin` of the best."""
+    """Entropy fell to `entropy_ratio` of what it was, and there is something left to win."""
     rows = _tidy(rows, config)
     shift = _fall(*_column(rows, "entropy"), config)
-    if shift is None or _place(rows, config) >= 1 - config.margin:
+    if shift is None or _mastered(rows, config):
         return None
     if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
         return None
@@ -117,9 +119,9 @@ def gradient_spike(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     beyond = np.flatnonzero((above > config.gradient_z * deviation) & (above > math.log(config.gradient_factor)))
     if not len(beyond):
         return None
-    first = len(logs) + int(beyond[0])
+    first, highest = len(logs) + int(beyond[0]), len(logs) + int(new.argmax())
     seen = (
-        f"the gradient norm jumped to {_n(math.exp(new.max()))} at step {int(steps[first])}, "
+        f"the gradient norm jumped to {_n(math.exp(new.max()))} at step {int(steps[highest])}, "
         f"{_n(math.exp(new.max() - median))} times its usual {_n(math.exp(median))}"
     )
     return Alarm("gradient_spike", int(steps[first - 1]), seen, advice("gradient_spike"))
@@ -161,7 +163,7 @@ def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     rows = _tidy(rows, config)
     steps, similarity = _column(rows, "self_similarity")
     shift = _fall(steps, 1 - similarity, config)  # the distance falls
-    if shift is None or _place(rows, config) >= 1 - config.margin:
+    if shift is None or _mastered(rows, config):
         return None
     if shift.before - shift.now < config.echo_rise or shift.now > config.echo_ratio * shift.before:
         return None
@@ -172,7 +174,25 @@ def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     return _alarm("echo", shift, seen + _told_success(rows, shift, config))
 
 
-DETECTORS: tuple[Detector, ...] = (reward_variance_cliff, entropy_collapse, gradient_spike, reward_hacking, echo)
+def overlong_turns(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
+    """The share of turns cut by a token limit rose by `cut_rise`, whatever success does: answers no longer come to an end."""
+    steps, cut = _column(_tidy(rows, config), "cut_turns")
+    shift = _fall(steps, 1 - cut, config)  # the share that ends by itself falls
+    if shift is None or shift.before - shift.now < config.cut_rise:
+        return None
+    seen = f"turns cut by a token limit rose from {_n(1 - shift.before)} to {_n(1 - shift.now)} of all {shift.when}"
+    what = "punish overlong episodes (learner.overlong) or allow more tokens (rollout.max_tokens)"
+    return Alarm("overlong_turns", shift.since, seen + _told_success(rows, shift, config), what)
+
+
+DETECTORS: tuple[Detector, ...] = (
+    reward_variance_cliff,
+    entropy_collapse,
+    gradient_spike,
+    reward_hacking,
+    echo,
+    overlong_turns,
+)
 
 
 # -- how they look at rows -------------------------------------------------------------------------------------------
@@ -211,16 +231,17 @@ def _around(steps: Array, values: Array, shift: _Shift, config: HealthConfig) ->
     return (float(then.mean()) if len(then) else math.nan, float(now.mean()) if len(now) else math.nan)
 
 
-def _room(rows: Sequence[Row]) -> tuple[Array, Array]:
-    """Steps, and the most that rewards can deviate given their mean; 1 where nothing is known about them."""
+def _room(rows: Sequence[Row]) -> tuple[Array, Array, Array]:
+    """Steps, σ within groups, and the most that it can be given the mean reward; 1 where nothing is known about it."""
     low, high = _extremes(rows)
-    steps, mean = _column(rows, "reward_mean" if high > low else "success")
-    if high > low:
-        return steps, np.sqrt(np.maximum((high - mean) * (mean - low), 0.0))
-    if len(steps):
-        return steps, np.sqrt(np.maximum((1 - mean) * mean, 0.0))
-    steps, sigma = _column(rows, "group_reward_std")
-    return steps, np.ones(len(sigma))
+    center = _column(rows, "reward_mean" if high > low else "success")
+    if not len(center[0]):
+        steps, sigma = _column(rows, "group_reward_std")
+        return steps, sigma, np.ones(len(sigma))
+    steps, sigma, mean = _together(rows, "group_reward_std", center)
+    if high > low:  # a row that σ shows to have room has rewards beyond the extremes
+        return steps, sigma, np.maximum(np.sqrt(np.maximum((high - mean) * (mean - low), 0.0)), sigma)
+    return steps, sigma, np.sqrt(np.maximum((1 - mean) * mean, 0.0))
 
 
 def _place(rows: Sequence[Row], config: HealthConfig) -> float:
@@ -231,9 +252,23 @@ def _place(rows: Sequence[Row], config: HealthConfig) -> float:
     return (float(mean[-config.window :].mean()) - low) / (high - low) if len(mean) else 0.5
 
 
+def _mastered(rows: Sequence[Row], config: HealthConfig) -> bool:
+    """Whether nothing is left to win: rewards near their best, or nearly every episode a success where that says something,
+    because it was not always so. Where luck decides what is paid, rewards stay far from their best."""
+    if _place(rows, config) >= 1 - config.margin:
+        return True
+    _, success = _column(rows, "success")
+    return bool(len(success)) and float(success[-config.window :].mean()) >= 1 - config.margin > _lowest(success)
+
+
 def _extremes(rows: Sequence[Row]) -> tuple[float, float]:
     low, high = _column(rows, "reward_min")[1], _column(rows, "reward_max")[1]
-    return (float(low.min()), float(high.max())) if len(low) and len(high) else (0.0, 0.0)
+    return (_lowest(low), -_lowest(-high)) if len(low) and len(high) else (0.0, 0.0)
+
+
+def _lowest(values: Array) -> float:
+    """The lowest of `values`, without a few."""
+    return float(np.quantile(values, _FEW, method="higher"))
 
 
 def _trend(values: Array) -> float:
@@ -246,13 +281,15 @@ def _trend(values: Array) -> float:
 def _tidy(rows: Sequence[Row], config: HealthConfig) -> Sequence[Row]:
     """The newest `memory` rows in the order of their steps; of a step that was taken again, the later."""
     kept: list[Row] = []
-    for row in rows[-2 * config.memory :]:
-        if (step := _number(row.get("step"))) is None:
-            continue
-        while kept and float(kept[-1]["step"]) >= step:
-            kept.pop()
-        kept.append(row)
-    return kept[-config.memory :]
+    earliest = math.inf
+    for row in reversed(rows):
+        step = _number(row.get("step")) if isinstance(row, Mapping) else None
+        if step is not None and step < earliest:
+            kept.append(row)
+            earliest = step
+        if len(kept) == config.memory:
+            break
+    return kept[::-1]
 
 
 def _column(rows: Sequence[Row], name: str) -> tuple[Array, Array]:

@@ -57,6 +57,10 @@ class HealthConfig(BaseModel):
     echo_ratio: float = Field(0.5, gt=0, lt=1, description="and what is left of the distance to 1, as a share of what it was")
     echo_gain: float = Field(0.05, ge=0, description="no alarm if success rose by this much meanwhile: it found what works")
 
+    cut_rise: float = Field(
+        0.3, gt=0, le=1, description="overlong turns: how much the share of turns cut by a token limit has risen"
+    )
+
     @model_validator(mode="after")
     def _fits(self) -> HealthConfig:
         if self.memory < self.min_rows or self.memory < self.hacking_rows:

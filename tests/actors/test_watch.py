@@ -19,7 +19,7 @@ FALLS_AT = 20
 
 def config(*on_collapse: str) -> RunConfig:
     health = {"on_collapse": list(on_collapse)}
-    return RunConfig.model_validate({"steps": 100, "learner": {"clip_high": 0.2, "lr": 1e-3}, "health": health})
+    return RunConfig.model_validate({"steps": 100, "learner": {"clip_high": 0.2, "lr": 1e-3, "passes": 2}, "health": health})
 
 
 def followed(

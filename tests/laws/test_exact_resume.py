@@ -28,7 +28,7 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
 COLLAPSING = {
     "steps": 14,
     "keep_checkpoints": 2,
-    "learner": {"clip_high": 0.2},
+    "learner": {"clip_high": 0.2, "passes": 2},
     "health": {"min_rows": 4, "window": 1, "hacking_rows": 6, "on_collapse": ["clip_higher"]},
 }
 

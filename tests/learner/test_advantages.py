@@ -172,6 +172,20 @@ def test_aspo_favours_early_calls_among_successes() -> None:
     np.testing.assert_allclose(mild, [0.5 + 0.1, 0.5 - 0.1, 0.5, -1.5], rtol=1e-5)
 
 
+def test_what_succeeded_is_not_judged_by_shaped_returns() -> None:
+    """A divergence in the reward leaves failures a positive residue, and a success a negative one; neither is a verdict."""
+    made = of([episode([0, r], [2, 6]) for r in (1, 0, 0, 0)], pass_k=2, aspo_delta=-0.4)
+    for t in made.trajectories:
+        t.steps[0].calls = [Call("c", "run", "{}", "ok")]
+    plain = find("grpo")(made)
+    made.returns = np.array([-0.01, 0.001, 0.002, -0.01])
+    np.testing.assert_allclose(find("pass_at_k")(made), [1, -1 / 3, -1 / 3, -1 / 3])
+    made.returns = np.array([1.0, 0.001, 0.002, -0.01])
+    made.trajectories[1].nodes = episode([0, 0], [6, 2]).nodes  # it called late, were it a success
+    np.testing.assert_allclose(find("aspo")(made), find("grpo")(made), atol=1e-12)
+    assert plain[0] > 0
+
+
 # -- of turns --------------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +254,20 @@ def test_treepo_compares_within_the_trajectories_that_share_a_prefix() -> None:
     close(tokens("treepo", of(made)), [[a / sigma, b / sigma] for a, b in zip(first, second, strict=True)])
     apart = [episode([0, r], [1, 1], said=i) for i, r in enumerate((1, 0, 0, 0))]
     close(tokens("treepo", of(apart)), [[1.5] * 2] + [[-0.5] * 2] * 3)  # GRPO
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_treepo_compares_with_those_that_ended_at_the_shared_turn(told: bool) -> None:
+    """R = 1, 0, 0 share their first turn, where the third ends; R = 1 is apart. μ = ½, σ = 1/√3, μ of the three ⅓.
+
+    Second turns: ½(½ + ⅔) and ½(−½ − ⅓). It is the same whether the third was told something afterwards.
+    """
+    made = [episode([0, 1], [1, 1]), episode([0, 0], [1, 1]), episode([0], [1]), episode([0, 1], [1, 1], said=5)]
+    if told:
+        made[2].nodes.append(episode([0, 0], [1, 1]).nodes[2])
+    sigma = 1 / math.sqrt(3)
+    expected = [[0.5, 7 / 12], [-0.5, -5 / 12], [-0.5], [0.5, 0.5]]
+    close(tokens("treepo", of(made)), [[a / sigma for a in row] for row in expected])
 
 
 # -- of values -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from troupe.learner.config import LearnerConfig
-from troupe.learner.health import DETECTORS, REMEDIES, Alarm, HealthConfig, Kind, alarms, fresh, signals
-from troupe.learner.health.detectors import echo, entropy_collapse, gradient_spike, reward_hacking, reward_variance_cliff
+from troupe.learner.health import DETECTORS, REMEDIES, Action, Alarm, HealthConfig, Kind, alarms, choose, fresh, signals
+from troupe.learner.health.detectors import (
+    echo,
+    entropy_collapse,
+    gradient_spike,
+    overlong_turns,
+    reward_hacking,
+    reward_variance_cliff,
+)
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Call, Node, Step, Task, Trajectory
 
 Row = dict[str, Any]
@@ -233,12 +240,14 @@ COLLAPSE = change(flat(), "entropy", ramp(1.0, 0.05, 10, hold=10))
 SPIKE = change(flat(), "grad_norm", [8.0, 0.4, 0.4])
 HACKED = change(change(flat(reward_part_polite=0.2), "reward_part_polite", ramp(0.2, 0.9, 30)), "success", ramp(0.55, 0.2, 30))
 ECHOING = change(flat(self_similarity=0.3), "self_similarity", ramp(0.3, 0.9, 10, hold=10))
+OVERLONG = change(flat(cut_turns=0.05), "cut_turns", ramp(0.05, 0.6, 10, hold=10))
 SICK: list[tuple[Kind, list[Row]]] = [
     ("reward_variance_cliff", CLIFF),
     ("entropy_collapse", COLLAPSE),
     ("gradient_spike", SPIKE),
     ("reward_hacking", HACKED),
     ("echo", ECHOING),
+    ("overlong_turns", OVERLONG),
 ]
 
 
@@ -258,6 +267,11 @@ def test_the_alarm_says_in_numbers_what_was_seen() -> None:
     (spike,) = alarms(SPIKE)
     assert spike.seen == "the gradient norm jumped to 8 at step 58, 20 times its usual .40"
     assert spike.since_step == 57
+    (grown,) = alarms(change(flat(), "grad_norm", [8.0, 0.4, 50.0, 0.4]))
+    assert grown.seen.startswith("the gradient norm jumped to 50 at step 59") and grown.since_step == 56
+    (overlong,) = alarms(OVERLONG)
+    assert overlong.seen == "turns cut by a token limit rose from .05 to .60 of all in 17 steps while success is still .55"
+    assert str(overlong).endswith("punish overlong episodes (learner.overlong) or allow more tokens (rollout.max_tokens).")
 
 
 def test_a_cliff_is_seen_ten_steps_before_success_is_lost() -> None:
@@ -292,6 +306,58 @@ def test_a_policy_that_masters_its_tasks_has_no_cliff_no_collapse_and_no_echo() 
         for k, p in enumerate(rise)
     ]
     assert all(alarms(rows[:n]) == [] for n in range(len(rows) + 1))
+
+
+def test_who_does_right_each_time_is_well_even_where_luck_pays_seldom() -> None:
+    def rows(best: float) -> list[Row]:
+        """Success rises to `best`; then what it is paid, one time in four, no longer differs within groups."""
+        share = [*ramp(1.0, 1.0, 20), *ramp(1.0, 0.02, 20, hold=20)]
+        return [
+            {
+                "step": k + 1,
+                "success": p,
+                "reward_mean": 0.25 * p,
+                "reward_min": 0.0,
+                "reward_max": 1.0,
+                "group_reward_std": 0.4 * s,
+                "entropy": s,
+            }
+            for k, (p, s) in enumerate(zip(ramp(0.5, best, 20, hold=40), share, strict=True))
+        ]
+
+    assert all(alarms(rows(0.98)[:n]) == [] for n in range(61))
+    assert {a.kind for a in alarms(rows(0.7))} == {"reward_variance_cliff", "entropy_collapse"}
+
+
+def stuck() -> list[Row]:
+    """Rewards from 0 to 1; from step 41 on groups no longer differ, answers are sure and alike."""
+    well = {"reward_mean": 0.4, "reward_min": 0.0, "reward_max": 1.0}
+    before = {"group_reward_std": 0.45, "entropy": 1.0, "self_similarity": 0.3}
+    after = {"group_reward_std": 0.02, "entropy": 0.05, "self_similarity": 0.95}
+    return [{"step": k + 1, **well, **(before if k < 40 else after)} for k in range(60)]
+
+
+@pytest.mark.parametrize("odd", [{}, {"reward_min": -10.0}, {"reward_max": 1e6}, {"success": 0.2}])
+def test_one_or_two_outliers_silence_no_alarm(odd: Row) -> None:
+    rows = [{**row, "success": 1.0} for row in stuck()] if "success" in odd else stuck()
+    rows[20] |= odd
+    rows[30] |= odd
+    assert {a.kind for a in alarms(rows)} == {"reward_variance_cliff", "entropy_collapse", "echo"}
+
+
+def test_a_reward_beyond_the_usual_ones_is_no_cliff_after_it() -> None:
+    """Once in a while much is won: with it the mean comes near the usual best, so that σ is large for what is usual."""
+    lucky = {"reward_mean": 0.099, "reward_max": 1.1, "group_reward_std": 0.1}
+    usual = {"reward_mean": 0.07, "reward_max": 0.1, "group_reward_std": 0.02}
+    rows = [{"step": k + 1, "reward_min": 0.0, **(lucky if k < 30 and k % 6 == 0 else usual)} for k in range(90)]
+    assert all(alarms(rows[:n]) == [] for n in range(len(rows) + 1))
+
+
+def test_answers_that_always_were_cut_raise_no_alarm_and_success_excuses_no_cut() -> None:
+    always = [{**row, "cut_turns": 1.0} for row in flat()]
+    assert alarms(always) == []
+    assert alarms(change([{**row, "cut_turns": 0.9} for row in flat()], "cut_turns", ramp(0.9, 0.0, 10, hold=10))) == []
+    assert [a.kind for a in alarms(change(OVERLONG, "success", ramp(0.55, 1.0, 20)))] == ["overlong_turns"]
 
 
 @pytest.mark.parametrize("extremes", [{"reward_min": 0.0, "reward_max": 1.0}, {}])
@@ -377,6 +443,12 @@ def test_a_resumed_run_sees_what_an_undisturbed_one_sees(kind: Kind, rows: list[
     assert alarms([*rows[:45], *lost, *rows[30:]]) == alarms(rows)  # steps 31 to 45 three times
 
 
+@pytest.mark.parametrize(("kind", "rows"), SICK)
+def test_a_run_that_resumed_far_back_still_sees_as_much(kind: Kind, rows: list[Row]) -> None:
+    lost = [{**flat(1)[0], "step": k} for k in range(46, 301)]
+    assert alarms([*rows[:45], *lost, *rows[45:]]) == alarms(rows)
+
+
 def test_a_run_that_resumes_without_its_history_starts_to_learn_what_is_usual() -> None:
     late = [{**row, "step": row["step"] + 1000} for row in CLIFF[45:]]
     assert alarms(late) == []
@@ -384,7 +456,7 @@ def test_a_run_that_resumes_without_its_history_starts_to_learn_what_is_usual() 
 
 @pytest.mark.parametrize(("kind", "rows"), SICK)
 def test_gaps_in_a_column_do_not_hide_what_the_others_say(kind: Kind, rows: list[Row]) -> None:
-    broken: list[Row] = [{}, {"step": None}, {"step": float("nan")}, {"step": "7"}, {"step": True}]
+    broken: list[Any] = [None, 7, {}, {"step": None}, {"step": float("nan")}, {"step": "7"}, {"step": True}]
     odd = [{**row, "entropy": float("nan"), "grad_norm": None, "group_reward_std": "?"} for row in rows[5:8]]
     assert [a.kind for a in alarms([*broken, *rows[:5], *odd, *rows[8:]])] == [kind]
 
@@ -414,11 +486,17 @@ COLUMNS = (
     "entropy",
     "grad_norm",
     "self_similarity",
+    "cut_turns",
     "reward_part_outcome",
     "reward_part_a",
 )
 value = st.one_of(st.floats(), st.integers(), st.just(10**400), st.none(), st.text(max_size=2), st.booleans(), st.floats(0, 1))
 SMALL = HealthConfig(memory=12, min_rows=4, window=2, hacking_rows=6)
+
+
+def test_what_is_no_row_is_passed_over() -> None:
+    nothing: list[Any] = [None, 7, "step", [1]]
+    assert alarms(nothing * 5) == fresh(nothing * 5) == []
 
 
 def test_absurd_numbers_do_not_overflow() -> None:
@@ -472,6 +550,7 @@ def test_thresholds_decide() -> None:
     assert reward_hacking(HACKED, HealthConfig(hacking_share=0.6)) is None
     assert echo(ECHOING, HealthConfig(echo_rise=0.7)) is None
     assert echo(ECHOING, HealthConfig(echo_ratio=0.1)) is None
+    assert overlong_turns(OVERLONG, HealthConfig(cut_rise=0.6)) is None
 
 
 @pytest.mark.parametrize(
@@ -497,13 +576,37 @@ def test_every_alarm_has_remedies_that_make_a_valid_configuration() -> None:
             assert bool(remedy.put or remedy.at_least or remedy.times) == (remedy.action not in ("stop", "roll_back"))
 
 
+FILTER, CLIP, ENTROPY = (REMEDIES[kind][n] for kind, n in (("echo", 0), ("entropy_collapse", 0), ("entropy_collapse", 1)))
+SLOWER = REMEDIES["gradient_spike"][1]
+
+
 def test_a_remedy_that_was_taken_changes_nothing_and_none_weakens_what_is_set() -> None:
-    remedy = REMEDIES["reward_variance_cliff"][0]
-    assert remedy.changes(LearnerConfig()) == {"filter": "top_std"}
-    assert remedy.changes(LearnerConfig(filter="top_std")) == {}
-    clip = REMEDIES["entropy_collapse"][0]
-    assert clip.changes(LearnerConfig(clip_high=0.2)) == {"clip_high": 0.28}
-    assert clip.changes(LearnerConfig(clip_high=0.4)) == {}
-    assert clip.changes(LearnerConfig(loss="gspo", clip_high=4e-4)) == {}
-    slower = REMEDIES["gradient_spike"][1]
-    assert slower.changes(LearnerConfig(lr=2e-4)) == {"lr": pytest.approx(1e-4)}
+    assert FILTER.changes(LearnerConfig()) == FILTER.changes(LearnerConfig(filter="informative")) == {"filter": "top_std"}
+    assert FILTER.changes(LearnerConfig(filter="top_std", filter_value=0.5)) == {"filter_value": 0.25}
+    assert FILTER.changes(LearnerConfig(filter="top_std")) == {}
+    assert FILTER.changes(LearnerConfig(filter="top_std", filter_value=0.1)) == {}
+    assert FILTER.changes(LearnerConfig(filter="top_p", filter_value=0.9)) == FILTER.changes(LearnerConfig(filter="a:b")) == {}
+    assert CLIP.changes(LearnerConfig(clip_high=0.2, passes=2)) == {"clip_high": 0.28}
+    assert CLIP.changes(LearnerConfig(clip_high=0.4, passes=2)) == {}
+    assert SLOWER.changes(LearnerConfig(lr=2e-4)) == {"lr": pytest.approx(1e-4)}
+
+
+def test_a_remedy_that_is_of_no_effect_changes_nothing_and_the_next_is_chosen() -> None:
+    def clip(**more: Any) -> dict[str, Any]:
+        return CLIP.changes(LearnerConfig(clip_high=0.2, **more))
+
+    assert clip() == {}  # one optimiser step from the learner's own logprobs: the ratio is 1
+    assert clip(minibatches=2) == clip(ratio="rollout", correct="none") == {"clip_high": 0.28}
+    assert clip(loss="gspo", passes=2) == {}
+    preference = LearnerConfig(objective="preference", clip_high=0.2, passes=2)
+    assert [remedy.changes(preference) for remedy in (FILTER, CLIP, ENTROPY)] == [{}, {}, {}]
+    assert SLOWER.changes(preference) == {"lr": preference.lr / 2}
+
+    def chosen(config: LearnerConfig) -> str:
+        remedy = choose("entropy_collapse", config, get_args(Action), [])
+        assert remedy is not None
+        return remedy.action
+
+    assert chosen(LearnerConfig(clip_high=0.2, passes=2)) == "clip_higher"
+    assert chosen(LearnerConfig(clip_high=0.2)) == "entropy_bonus"
+    assert chosen(preference) == "roll_back"

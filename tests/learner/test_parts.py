@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from troupe.learner import composition, filters
 from troupe.learner.aggregate import aggregate
 from troupe.learner.agreement import agreement
+from troupe.learner.batch import assemble
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig, OverlongSettings
 from troupe.learner.correct import importance, over_sequences
+from troupe.learner.errors import BatchError
 from troupe.learner.kl import divergence
 from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.rewards import overlong, return_of, turn_rewards
@@ -72,6 +74,20 @@ def test_on_the_level_of_sequences_the_weight_is_the_product() -> None:
     old = over_sequences(torch.tensor([2.0, 3.0, 0.4, 1.0, 0.5]).log(), owner)
     weights = importance(old, torch.zeros(5), LearnerConfig(correct="tis", correct_level="sequence"))
     assert weights.tolist() == pytest.approx([0.8, 1.5, 0.8, 1.5, 1.5], rel=1e-5)
+
+
+def test_of_a_long_sequence_the_product_is_exact() -> None:
+    """32768 tokens near −3, each 2⁻²⁴ less likely than the engine said: w = exp(−2⁻⁹). Float32 cannot hold either sum."""
+    n = 32_768
+    rollout = torch.full((n,), -0.75)
+    old = rollout - 2.0**-24
+    owner = torch.zeros(n, dtype=torch.int64)
+    config = LearnerConfig(correct="tis", correct_level="sequence")
+    weights = importance(over_sequences(old, owner), over_sequences(rollout, owner), config)
+    assert weights.tolist() == pytest.approx([math.exp(-(2.0**-9))] * n, rel=1e-6)
+    for correct in ("none", "tis", "icepop"):
+        sums = over_sequences(old, owner)
+        assert importance(sums, sums, LearnerConfig(correct=correct)).dtype == torch.float32, "the loss would change its type"
 
 
 def test_a_hopeless_gap_stays_finite() -> None:
@@ -154,14 +170,71 @@ def test_a_step_is_paid_by_the_weights_of_its_stage(make_trajectory: Make) -> No
     assert return_of(t, config.at(4)) == 0.75 and LearnerConfig().at(9) == LearnerConfig()
 
 
+def test_equal_rewards_that_are_shaped_alike_are_exactly_equal(make_trajectory: Make) -> None:
+    """In whatever turns they were earned: a residue would be divided by itself, and become an advantage."""
+    earned = [0.1e9, 0.2e9, 0.3e9, -0.7e9, 1.1e9 / 3]
+    made = [make_trajectory(i, 0, sum(earned), turns=5) for i in range(5)]
+    for i, t in enumerate(made):
+        for step, reward in zip(t.steps, earned[i:] + earned[:i], strict=True):
+            step.reward, step.parts = reward, {"tidy": reward / 7}
+    far = OverlongSettings(limit=1000, buffer=10)
+    for config in (
+        LearnerConfig(overlong=far),
+        LearnerConfig(reward_parts={"tidy": 3.0}),
+        LearnerConfig(reward_parts={"no": 2}),
+    ):
+        for scale in (1.0, 0.37):
+            assert len({return_of(t, config, scale) for t in made}) == 1
+            for t in made:
+                assert return_of(t, config, scale) == pytest.approx(turn_rewards(t, config, scale).sum(), rel=1e-12)
+
+
+# -- what may be trained on ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("parent", "shown"), [(3, "3"), (4, "4"), (99, "99"), (-2, "-2"), (None, "None"), (1.0, r"1\.0")])
+def test_a_graph_that_is_none_is_refused_by_name(parent: Any, shown: str, make_trajectory: Make) -> None:
+    bad = make_trajectory(1, 0, 0.0)
+    bad.nodes[3].parent = parent
+    with pytest.raises(BatchError, match=rf"'e0001': node 3 has parent {shown}, which does not come before it"):
+        assemble([make_trajectory(0, 0, 1.0), bad], LearnerConfig())
+
+
+@pytest.mark.parametrize("nothing", [None, "1", 1j])
+def test_a_reward_that_is_no_number_is_refused_by_name(nothing: Any, make_trajectory: Make) -> None:
+    bad = make_trajectory(1, 0, nothing)
+    with pytest.raises(BatchError, match=r"'e0001' has reward .* it is broken, not bad"):
+        assemble([make_trajectory(0, 0, 1.0), bad], LearnerConfig())
+    for step in (Step(reward=nothing), Step(parts={"tidy": nothing})):
+        bad = make_trajectory(1, 0, 0.0)
+        bad.steps[1] = step
+        with pytest.raises(BatchError, match="'e0001': a reward of turn 1 is not finite"):
+            assemble([make_trajectory(0, 0, 1.0), bad], LearnerConfig())
+
+
+def test_numpys_numbers_are_numbers(make_trajectory: Make) -> None:
+    made = [make_trajectory(i, 0, np.float32(i)) for i in range(2)]
+    for t in made:
+        t.sampling = {"temperature": np.float32(0.5), "top_p": np.float64(0.75), "top_k": np.int64(3)}
+        t.nodes[1].parent = np.int32(0)
+    sequence = assemble(made, LearnerConfig()).sequences[0]
+    assert (sequence.temperature, sequence.top_p, sequence.top_k) == (0.5, 0.75, 3)
+
+
 # -- schedule --------------------------------------------------------------------------------------------------------
 
 
 def test_the_learning_rate_rises_then_falls_as_configured() -> None:
     linear = LearnerConfig(warmup_steps=2, decay_steps=10, lr=1e-3)
-    assert [learning_rate(linear, s) for s in (0, 1, 2, 5, 9, 50)] == pytest.approx(
-        [0.5e-3, 0.9e-3, 0.8e-3, 0.5e-3, 0.1e-3, 0.05e-3]
+    assert [learning_rate(linear, s) for s in (0, 1, 2, 7, 11, 12, 50)] == pytest.approx(
+        [0.5e-3, 1e-3, 1e-3, 0.525e-3, 0.145e-3, 0.05e-3, 0.05e-3]
     )
+    for schedule in ("linear", "cosine"):
+        config = LearnerConfig(warmup_steps=10, decay_steps=20, lr=1.0, schedule=schedule)
+        rates = [learning_rate(config, step) for step in range(60)]
+        assert rates[:11] == pytest.approx([*(i / 10 for i in range(1, 11)), 1.0]), "lr is the peak, and is reached"
+        assert rates[29] > rates[30] == pytest.approx(0.05) and rates[30:] == pytest.approx([0.05] * 30)
+    assert learning_rate(LearnerConfig(warmup_steps=10, lr=1.0), 1000) == 1.0  # it stays
     cosine = LearnerConfig(decay_steps=10, lr=1e-3, schedule="cosine")
     assert [learning_rate(cosine, s) for s in (0, 5, 10, 55)] == pytest.approx([1e-3, 0.525e-3, 0.05e-3, 0.05e-3])
 

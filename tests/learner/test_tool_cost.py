@@ -12,7 +12,7 @@ import pytest
 from troupe.learner.advantages import Group, find
 from troupe.learner.batch import assemble, credit
 from troupe.learner.config import LearnerConfig, OverlongSettings, ToolCostSettings
-from troupe.learner.rewards import return_of, turn_rewards
+from troupe.learner.rewards import return_of, scales_of, turn_rewards
 from troupe.learner.tool_cost import efficiency, scales
 from troupe.protocol.trajectory import Call, Trajectory
 
@@ -60,9 +60,25 @@ def test_the_fewest_calls_are_those_of_a_success_of_the_group_and_failures_keep_
         called(make_trajectory, 3, 3.0, [5, 5]),
         called(make_trajectory, 4, 1.0, [1, 0], success=False),  # paid, but no success by the world's verdict
     ]
-    assert scales(group, ToolCostSettings()) == pytest.approx([1.0, 1.0, 1.0, 0.5, 1.0])
-    assert scales(group, ToolCostSettings(scale=2.0)) == pytest.approx([2.0, 1.0, 1.0, 1.0, 1.0])
-    assert scales([group[1], group[2]], ToolCostSettings()) == [1.0, 1.0]
+    rewards = [t.reward for t in group]
+    assert scales(group, rewards, ToolCostSettings()) == pytest.approx([1.0, 1.0, 1.0, 0.5, 1.0])
+    assert scales(group, rewards, ToolCostSettings(scale=2.0)) == pytest.approx([2.0, 1.0, 1.0, 1.0, 1.0])
+    assert scales(group[1:3], rewards[1:3], ToolCostSettings()) == [1.0, 1.0]
+
+
+def test_a_punishment_does_not_shrink_with_waste(make_trajectory: Make) -> None:
+    """Also one that only the weights of parts make: 1 with a slip of −.5 counted three times is worth 0, four times −.5."""
+    punished = [called(make_trajectory, i, -0.2, [m, 0], success=True) for i, m in enumerate((2, 10))]
+    assert scales_of(punished, LearnerConfig(tool_cost=ToolCostSettings())) == [1.0, 1.0]
+    slipped = [called(make_trajectory, i, 1.0, [m, 0], success=True) for i, m in enumerate((2, 10))]
+    for t in slipped:
+        t.steps[0].parts = {"slip": -0.5}
+    scaled = [
+        scales_of(slipped, LearnerConfig(tool_cost=ToolCostSettings(), reward_parts={"slip": weight}))
+        for weight in (1.0, 2.0, 3.0, 4.0)
+    ]
+    fewer = efficiency(10, 2, 1.0)
+    assert scaled == [[1.0, fewer], [1.0, fewer], [1.0, 1.0], [1.0, 1.0]]
 
 
 def test_the_parts_of_a_reward_are_scaled_and_the_overlong_punishment_is_not(make_trajectory: Make) -> None:

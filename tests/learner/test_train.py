@@ -139,7 +139,12 @@ def test_another_learning_rate_differs_and_says_where_first(made: Path, command:
     code, out, _ = command("--run", made, "--step", 3, "--set", "learner.lr=1e-3")
     assert code == 1
     assert out.startswith("step 3: differs from the run: loss ")
-    assert "grad_norm" in out and "weights" in out and "here cpu, 1 threads, torch" in out and "the run cpu, torch 2.0" in out
+    assert (
+        "grad_norm" in out
+        and "weights" in out
+        and "here cpu, 1 threads, 1 ranks, torch" in out
+        and "the run cpu, 1 threads, 1 ranks, torch 2.0" in out
+    )
 
 
 def test_what_the_run_recorded_is_what_is_compared(run: Path, command: Command) -> None:
