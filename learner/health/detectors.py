@@ -77,7 +77,7 @@ def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | 
     steps, sigma, room = _together(rows, "group_reward_std", _room(rows))
     shares = np.divide(sigma, room, out=np.zeros_like(sigma), where=room > 0)
     shift = _fall(steps, shares, config)
-    if shift is None or not config.margin < _place(rows, config) < 1 - config.margin:
+    if shift is None or _mastered(rows, config) or _place(rows, config) <= config.margin:
         return None
     if shift.before < config.variance_floor or shift.now > config.variance_ratio * shift.before:
         return None
@@ -90,10 +90,10 @@ def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | 
 
 
 def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
-    """Entropy fell to `entropy_ratio` of what it was, and rewards are not within `margin` of the best."""
+    """Entropy fell to `entropy_ratio` of what it was, and there is something left to win."""
     rows = _tidy(rows, config)
     shift = _fall(*_column(rows, "entropy"), config)
-    if shift is None or _place(rows, config) >= 1 - config.margin:
+    if shift is None or _mastered(rows, config):
         return None
     if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
         return None
@@ -161,7 +161,7 @@ def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     rows = _tidy(rows, config)
     steps, similarity = _column(rows, "self_similarity")
     shift = _fall(steps, 1 - similarity, config)  # the distance falls
-    if shift is None or _place(rows, config) >= 1 - config.margin:
+    if shift is None or _mastered(rows, config):
         return None
     if shift.before - shift.now < config.echo_rise or shift.now > config.echo_ratio * shift.before:
         return None
@@ -229,6 +229,15 @@ def _place(rows: Sequence[Row], config: HealthConfig) -> float:
     name, low, high = ("reward_mean", low, high) if high > low else ("success", 0.0, 1.0)
     _, mean = _column(rows, name)
     return (float(mean[-config.window :].mean()) - low) / (high - low) if len(mean) else 0.5
+
+
+def _mastered(rows: Sequence[Row], config: HealthConfig) -> bool:
+    """Whether nothing is left to win: rewards near the best ever seen, or nearly every episode a success where that says
+    something, because it was not always so. Where luck decides what is paid, rewards stay far from their best."""
+    if _place(rows, config) >= 1 - config.margin:
+        return True
+    _, success = _column(rows, "success")
+    return bool(len(success)) and float(success[-config.window :].mean()) >= 1 - config.margin > float(success.min())
 
 
 def _extremes(rows: Sequence[Row]) -> tuple[float, float]:

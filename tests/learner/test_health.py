@@ -301,6 +301,27 @@ def test_a_policy_that_masters_its_tasks_has_no_cliff_no_collapse_and_no_echo() 
     assert all(alarms(rows[:n]) == [] for n in range(len(rows) + 1))
 
 
+def test_who_does_right_each_time_is_well_even_where_luck_pays_seldom() -> None:
+    def rows(best: float) -> list[Row]:
+        """Success rises to `best`; then what it is paid, one time in four, no longer differs within groups."""
+        share = [*ramp(1.0, 1.0, 20), *ramp(1.0, 0.02, 20, hold=20)]
+        return [
+            {
+                "step": k + 1,
+                "success": p,
+                "reward_mean": 0.25 * p,
+                "reward_min": 0.0,
+                "reward_max": 1.0,
+                "group_reward_std": 0.4 * s,
+                "entropy": s,
+            }
+            for k, (p, s) in enumerate(zip(ramp(0.5, best, 20, hold=40), share, strict=True))
+        ]
+
+    assert all(alarms(rows(0.98)[:n]) == [] for n in range(61))
+    assert {a.kind for a in alarms(rows(0.7))} == {"reward_variance_cliff", "entropy_collapse"}
+
+
 @pytest.mark.parametrize("extremes", [{"reward_min": 0.0, "reward_max": 1.0}, {}])
 def test_what_success_explains_of_a_falling_deviation_is_no_cliff(extremes: Row) -> None:
     share, rise = ramp(0.9, 0.28, 40, hold=20), ramp(0.5, 0.88, 40, hold=20)
