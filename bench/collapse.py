@@ -6,7 +6,7 @@ One JSON line a case: {"name", "value", "unit", "compared_with", "context"}.
 
 collapse_alarm_lead_steps, for each seed: steps from the first alarm (`learner.health.fresh`, default thresholds) to the loss
 of success; null if no alarm came before it, or nothing was lost. Success is the mean over `WINDOW` steps; it is lost at the
-first step from which on it stays below half of its best until the end of the run.
+first step from which on it stays below half of its best so far for `LASTING` steps.
 starpo_s_success, for each seed: the mean success over the last `LAST` steps of the twin, its loss if any, and its alarms,
 each of which is a false one if nothing was lost.
 misses, false_alarms: over all seeds. --healthy adds runs of recipes/frozen_lake.toml to the healthy ones.
@@ -33,6 +33,7 @@ import numpy as np
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 WINDOW = 5
+LASTING = 20
 LAST = 10
 KEPT = ("step", "success", "reward_mean", "reward_min", "reward_max", "group_reward_std", "entropy", "grad_norm")
 Row = dict[str, float]
@@ -83,10 +84,11 @@ def judge(rows: list[Row]) -> dict[str, Any]:
 
     success = np.array([row["success"] for row in rows])
     means = np.convolve(success, np.ones(WINDOW) / WINDOW, "valid")
-    held = np.flatnonzero(means >= means.max() / 2)[-1]
+    below = means < np.maximum.accumulate(means) / 2
+    lost = next((n for n in range(len(below) - LASTING + 1) if below[n : n + LASTING].all()), None)
     return {
         "best": round(float(means.max()), 2),
-        "lost": int(rows[held + WINDOW]["step"]) if held + 1 < len(means) else None,
+        "lost": None if lost is None else int(rows[lost + WINDOW - 1]["step"]),
         "last": round(float(success[-LAST:].mean()), 2),
         "alarms": [(int(rows[n - 1]["step"]), a.kind) for n in range(1, len(rows) + 1) for a in fresh(rows[:n])],
     }
@@ -247,12 +249,7 @@ def plot(falls: list[Row], stands: list[Row], fallen: dict[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + wide + 20}" height="{4 * (high + gap) + 50}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
     ]
-    curves = (
-        ("success", "success"),
-        ("group_reward_std", "group reward σ"),
-        ("entropy", "entropy"),
-        ("grad_norm", "grad norm"),
-    )
+    curves = {"success": "success", "group_reward_std": "group reward σ", "entropy": "entropy", "grad_norm": "grad norm"}
     for number, (name, title) in enumerate(curves.items()):
         top = 30 + number * (high + gap)
         most = max(row[name] for row in (*falls, *stands)) or 1.0
