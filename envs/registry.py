@@ -23,6 +23,7 @@ from troupe.protocol.importing import module_at
 
 GROUP = "troupe.envs"
 BUILT_IN = {
+    "bandit": "troupe.envs.bandit:Bandit",
     "calculator": "troupe.envs.calculator:Calculator",
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",

@@ -80,7 +80,7 @@ def test_an_entry_point_is_found_and_cannot_hide_a_built_in_world(tmp_path, monk
     ("name", "reason"),
     [
         ("frozen_lak", "No environment 'frozen_lak'. Did you mean 'frozen_lake'?"),
-        ("", "No environment ''. Known: calculator"),
+        ("", "No environment ''. Known: bandit, calculator"),
         ("no_such_module:World", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         (":World", "cannot be imported: ValueError: Empty module name"),
         ("troupe.envs.frozen_lake:FrozenLak", "has no 'FrozenLak'. Did you mean 'FrozenLake'?"),
