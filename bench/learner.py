@@ -40,6 +40,8 @@ from troupe.learner.trainer import Trainer
 from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Node, Step, Task, Trajectory
 
 BATCH, GROUP, PROMPT, SHORTEST, LONGEST = 32, 8, 48, 32, 320
+ROW = 8192
+"""Of ours: tokens of a packed row. All of the batch in one pass, as TRL has it with its micro-batch of 32."""
 LAYOUTS = (0, 512, 1024, 2048)
 """Of bare: tokens of a packed row; 0: one sequence at a time."""
 
@@ -117,7 +119,7 @@ def _none(dtype: Any = np.float32) -> np.ndarray[Any, Any]:
 
 def ours(batch: Ragged, model: ModelConfig, threads: int) -> Callable[[], float]:
     """Seconds of one `Trainer.train`."""
-    config = LearnerConfig(lr=1e-6, threads=threads, device="cpu", correct="none", dual_clip=1e9)
+    config = LearnerConfig(lr=1e-6, threads=threads, device="cpu", correct="none", dual_clip=1e9, tokens_per_micro_batch=ROW)
     trainer, given = Trainer(config, model, seed=0), trajectories(batch)
 
     def step() -> float:
@@ -162,7 +164,7 @@ def trl(batch: Ragged, load: Callable[[], Any], folder: str, micro: int, steps: 
     from queue import Queue
 
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -216,14 +218,16 @@ def trl(batch: Ragged, load: Callable[[], Any], folder: str, micro: int, steps: 
                     learning_rate=1e-6,
                     dataloader_pin_memory=False,
                 )
-                Fixed(
+                trainer = Fixed(
                     model=load(),
                     args=arguments,
                     processing_class=tokenizer,
                     reward_funcs=lambda completions, **_: [0.0] * len(completions),
                     train_dataset=Dataset.from_dict({"prompt": ["x"] * 64}),
                     callbacks=[Clock()],
-                ).train()
+                )
+                trainer.remove_callback(PrinterCallback)  # standard output is for the figures
+                trainer.train()
         except BaseException as error:
             done.put(error)
 

@@ -118,7 +118,8 @@ class Row:
     """One forward pass.
 
     tokens, positions: [1, T]. lengths, ends: of its sequences, and where each ends in the row. at: row positions [k]
-    whose logits predict `targets` [k]. where: flat index [k] of each among all trained tokens. temperature: [k].
+    whose logits predict `targets` [k]. where: flat index [k] of each among all trained tokens. temperature: [k], None if
+    all are 1.
     cut: (top_k [k], top_p [k]), None if nothing was sampled from a cut distribution.
     """
 
@@ -129,7 +130,7 @@ class Row:
     at: torch.Tensor
     targets: torch.Tensor
     where: torch.Tensor
-    temperature: torch.Tensor
+    temperature: torch.Tensor | None
     cut: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -162,7 +163,7 @@ def rows_of(sequences: Sequence[Trainable], capacity: int, device: torch.device)
             at=torch.from_numpy(at - 1).to(device),
             targets=torch.from_numpy(tokens[at]).to(device),
             where=torch.from_numpy(where).to(device),
-            temperature=of_tokens("temperature", np.float32),
+            temperature=of_tokens("temperature", np.float32) if any(s.temperature != 1 for s in members) else None,
             cut=None if whole else (of_tokens("top_k", np.int64), of_tokens("top_p", np.float64)),
         )
 
@@ -248,7 +249,7 @@ def _logprobs(backbone: Any, head: Any, row: Row, entropy: Entropy) -> tuple[tor
     def chunk(i: int) -> tuple[Any, ...]:
         part = slice(i, i + step)
         cut = None if row.cut is None else (row.cut[0][part], row.cut[1][part])
-        return head, hidden[part], row.targets[part], row.temperature[part], cut, entropy
+        return head, hidden[part], row.targets[part], None if row.temperature is None else row.temperature[part], cut, entropy
 
     if len(row.at) <= step:
         return _predict(*chunk(0))
@@ -261,18 +262,22 @@ def _predict(
     head: Any,
     hidden: torch.Tensor,
     targets: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor | None,
     cut: tuple[torch.Tensor, torch.Tensor] | None,
     entropy: Entropy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     logits = head(hidden).float()
-    tempered = logits / temperature[:, None]
+    tempered = logits if temperature is None else logits / temperature[:, None]
     if cut is not None:
         tempered = tempered.masked_fill(~kept(tempered, targets, *cut), -torch.inf)
-    lp = -F.cross_entropy(tempered, targets, reduction="none")
+    whole = tempered.log_softmax(-1)
+    lp = whole.gather(1, targets[:, None])[:, 0]
     if entropy == "skip":
         return lp, torch.zeros_like(lp)
-    whole = (logits if entropy == "train" else logits.detach()).log_softmax(-1)
+    if tempered is not logits:
+        whole = logits.log_softmax(-1)
+    if entropy == "measure":
+        whole = whole.detach()
     return lp, -(whole.exp() * whole).sum(-1)
 
 

@@ -407,11 +407,11 @@ class Trainer:
 
     @torch.no_grad()
     def _kl(self, batch: TrainingBatch, run: Running) -> float:
-        """KL(old ‖ new) after the step, k3 over about one micro-batch of the sequences (Schulman, "Approximating KL
-        divergence", 2020; the samples are of the old policy, so r = new / old)."""
+        """KL(old ‖ new) after the step, k3 over about an eighth of the tokens, at most a micro-batch (Schulman, "Approximating
+        KL divergence", 2020; the samples are of the old policy, so r = new / old)."""
         order = np.random.default_rng([self.seed, 3, self.step]).permutation(len(batch.sequences))
         chosen: list[Trainable] = []
-        room = self.config.tokens_per_micro_batch
+        room = min(self.config.tokens_per_micro_batch, sum(len(s.tokens) for s in batch.sequences) // 8)
         for i in order:
             sequence = batch.sequences[i]
             if chosen and len(sequence.tokens) > room:
