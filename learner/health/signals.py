@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from troupe.learner.rewards import Array, Indices
+from troupe.learner.success import succeeded
 from troupe.protocol.trajectory import POLICY, CallStatus, StopReason, Trajectory
 
 LIMITS: tuple[StopReason, ...] = ("max_turns", "max_tokens", "context_window", "max_tool_calls", "wall_clock")
@@ -148,10 +149,7 @@ def _parts(done: list[Trajectory], groups: list[list[int]]) -> dict[str, float]:
     names = sorted({name for t in done for step in t.steps for name in step.parts})
     sums = {name: np.array([sum(s.parts.get(name, 0.0) for s in t.steps) for t in done], np.float64) for name in names}
     told = {f"reward_part_{name}": values.mean() for name, values in sums.items()}
-    if "outcome" in sums:
-        outcome = sums.pop("outcome")
-    else:
-        outcome = np.array([t.reward > 0 if t.success is None else t.success for t in done], np.float64)
+    outcome = sums.pop("outcome") if "outcome" in sums else np.array([succeeded(t) for t in done], np.float64)
     return told | {f"reward_corr_{name}": _correlation(values, outcome, groups) for name, values in sums.items()}
 
 
