@@ -308,7 +308,7 @@ import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
 calls = {'unshare user': lambda: libc.unshare(0x10000000), 'mount': lambda: libc.mount(b'none', b'/tmp', b'tmpfs', 0, None),
          'trace': lambda: libc.ptrace(16, 1, 0, 0), 'setuid': lambda: libc.setuid(0), 'chroot': lambda: libc.chroot(b'/work'),
-         'mknod': lambda: libc.mknod(b'/work/sda', 0o60666, os.makedev(8, 0))}
+         'mknod': lambda: libc.mknod(b'sda', 0o60666, os.makedev(8, 0))}
 print([name for name, call in calls.items() if call() == 0])
 """
     async with opened(backend) as box:
