@@ -164,7 +164,7 @@ class Director:
                 break
         self._step = status.step
         self._ledger.resume_at(status.step)
-        self._watch.look(status.step)
+        self._watch.look()
         await self._publish(company, await company.patiently("learner.weights", lambda: learner.weights(GetWeights())))
         if self._ledger.metrics.get("step", 0) < self._step:  # the director before died with the figures of this step
             await self._advance(company, self._step)
@@ -340,7 +340,7 @@ class Director:
             **trained.metrics,
         )
         try:
-            self._watch.look(trained.step)
+            self._watch.look()
         finally:
             await self._summarise()
 

@@ -25,16 +25,20 @@ class Watch:
     def __init__(self, config: RunConfig, ledger: Ledger, tell: Callable[[str], None]) -> None:
         self._config, self._ledger, self._tell = config, ledger, tell
         self.state = "ok"
-        self._idle = False
 
-    def look(self, step: int) -> None:
-        """To be called when `step` was measured. Raises Unhealthy if the run is to stop."""
+    def look(self) -> None:
+        """To be called when a step was measured; it is the ledger's newest. Raises Unhealthy if the run is to stop."""
         rows = list(self._ledger.rows)
+        if not rows:
+            return
+        step = int(rows[-1]["step"])
         holding = alarms(rows, self._config.health)
         self.state = ", ".join(f"{_words(a.kind)} since step {a.since_step}" for a in holding) or "ok"
-        if rows and rows[-1].get("grad_norm") == 0 and not self._idle:
-            self._idle = True
-            self._tell(f"step {step} taught nothing: the members of its groups did not differ (this is told once)")
+        idle = [row["step"] for row in rows if row.get("grad_norm") == 0]
+        if idle == [step]:
+            self._tell(
+                f"step {step} taught nothing: the members of its groups did not differ (only the first such step is told)"
+            )
         for alarm in fresh(rows, self._config.health):
             if not self._ledger.warn(step, **asdict(alarm)):
                 continue

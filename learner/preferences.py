@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from troupe.learner.success import succeeded as succeeded  # training on successes finds it here
+from troupe.learner.success import succeeded
 from troupe.protocol.trajectory import Trajectory
 
 Pair = tuple[int, int]

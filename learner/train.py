@@ -241,7 +241,7 @@ def _imitate(
     only_success: bool,
 ) -> None:
     """Supervised steps on what the policy said. Raises ConfigError if nothing succeeded."""
-    from troupe.learner.preferences import succeeded
+    from troupe.learner.success import succeeded
 
     seen = [t for table in stored.by_step.values() for t in trajectories(table)]
     chosen = [t for t in seen if succeeded(t) or not only_success]

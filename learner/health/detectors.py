@@ -5,7 +5,7 @@ A history is a run's metric rows, as in metrics.jsonl. Promises:
 - nothing raises: a missing, non-finite or non-numeric value is as if the row did not have it, and what is no row as if it
   were not there; a step that is there again, after a resume, counts once, and the rows that it replaces not at all;
 - constant metrics never raise an alarm, nor do fewer than `min_rows` rows;
-- a call looks at the newest `memory` steps only, whatever the length of the run: about a millisecond.
+- a call looks at the newest `memory` steps only, whatever the length of the run: a few milliseconds.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def followed(
     watch = Watch(settings, ledger, told.append)
     for step in range(1, steps + 1):
         ledger.rows.append(row(step))
-        watch.look(step)
+        watch.look()
     return watch, ledger, told
 
 
@@ -56,6 +56,30 @@ def test_a_watch_that_takes_over_tells_and_does_nothing_twice(tmp_path: Path) ->
     watch, ledger, told = followed(tmp_path, config("clip_higher"))
     assert len(ledger.alarms) == len(ledger.remedies) == 1 and told == []
     assert watch.treatment(40) == ({"clip_high": 0.28}, None)
+
+
+def test_an_alarm_of_an_older_step_is_not_told_anew_by_who_takes_over_before_the_next_row(tmp_path: Path) -> None:
+    """A director that dies between a step and its figures leaves the row of the step before as the newest."""
+    _, before, _ = followed(tmp_path, config("clip_higher"))
+    at = before.alarms[0]["step"]
+    told: list[str] = []
+    ledger = Ledger(str(tmp_path), SimpleNamespace(now=time.time))  # type: ignore[arg-type]
+    ledger.rows.extend(row(step) for step in range(1, at + 1))
+    watch = Watch(config("clip_higher"), ledger, told.append)
+    watch.look()
+    assert told == [] and len(ledger.alarms) == len(ledger.remedies) == 1
+    assert watch.state.startswith("entropy collapse")
+
+
+def test_only_the_first_step_that_teaches_nothing_is_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    ledger = Ledger(str(tmp_path), SimpleNamespace(now=time.time))  # type: ignore[arg-type]
+    watch = Watch(config(), ledger, told.append)
+    watch.look()
+    for step, norm in enumerate((0.3, 0.0, 0.2, 0.0), 1):
+        ledger.rows.append({**row(step), "grad_norm": norm})
+        watch.look()
+    assert len(told) == 1 and told[0].startswith("step 2 taught nothing")
 
 
 def test_the_mildest_remedy_that_is_allowed_and_changes_something_is_taken(tmp_path: Path) -> None:
