@@ -58,6 +58,7 @@ def train(
     from troupe.cluster import config as recipes
     from troupe.cluster import launch
     from troupe.cluster.progress import Progress, closing
+    from troupe.learner import composition
     from troupe.protocol.errors import ConfigError
 
     flags: dict[str, Any] = {"seed": seed, "steps": steps, "env.name": env, "model.path": model}
@@ -77,6 +78,8 @@ def train(
     if resume and launch.is_finished(folder, config):
         raise ConfigError(f"'{resume}' is finished, at step {config.steps}. For more of it: --resume {resume} --steps N")
     launch.check(config)
+    for sentence in composition.unused(config.learner):
+        print(f"note: {sentence}")
     beside = None
     if serve:
         from troupe.serve.app import door

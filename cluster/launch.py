@@ -105,6 +105,12 @@ def _check_groups(config: RunConfig) -> None:
             f"learner.pass_k = {learner.pass_k} of groups of {size} would teach nothing: make rollout.group_size at least "
             f"{learner.pass_k}, or pass_k smaller"
         )
+    trajectories = size * config.rollout.groups_per_step
+    if learner.minibatches > trajectories:
+        raise ConfigError(
+            f"learner.minibatches = {learner.minibatches}, but a step has {trajectories} trajectories "
+            "(rollout.groups_per_step * rollout.group_size): make it at most that"
+        )
 
 
 def _check_teacher(config: RunConfig) -> None:

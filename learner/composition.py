@@ -1,10 +1,51 @@
-"""What of a configuration fits together: found before a model is loaded, refused with what to do instead."""
+"""What of a configuration fits together: found before a model is loaded, refused with what to do instead, or told."""
 
 from __future__ import annotations
 
 from troupe.learner import advantages, filters, losses
 from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.protocol.errors import ConfigError
+
+_READ_BY = {
+    "gigpo_weight": ("advantage", {"gigpo"}),
+    "gigpo_norm": ("advantage", {"gigpo"}),
+    "pass_k": ("advantage", {"pass_at_k"}),
+    "aspo_delta": ("advantage", {"aspo"}),
+    "aspo_cap": ("advantage", {"aspo"}),
+    "teacher": ("advantage", {"distill"}),
+    "gamma": ("advantage", {"gae", "bi_level_gae", "reinforce_pp", "reinforce_pp_baseline"}),
+    "gae_lambda": ("advantage", {"gae", "bi_level_gae"}),
+    "turn_gamma": ("advantage", {"bi_level_gae", "gigpo", "reinforce", "turn_level"}),
+    "turn_lambda": ("advantage", {"bi_level_gae"}),
+    "dual_clip": ("loss", {"ppo_clip"}),
+    "cispo_cap": ("loss", {"cispo"}),
+    "sapo_positive": ("loss", {"sapo"}),
+    "sapo_negative": ("loss", {"sapo"}),
+    "aggregate_length": ("aggregate", {"constant"}),
+    "tis_cap": ("correct", {"tis"}),
+    "icepop_low": ("correct", {"icepop"}),
+    "icepop_high": ("correct", {"icepop"}),
+    "decoupled_cap": ("correct", {"decoupled"}),
+    "filter_value": ("filter", {"top_std", "top_k", "top_p", "softmax_top_p", "min_p"}),
+    "dpo_beta": ("objective", {"preference"}),
+}
+"""Settings that only some choices of another setting read. A user's own function may read any."""
+_POLICY_GRADIENT = ("advantage", "loss", "correct", "filter", "entropy_coef", "whiten")
+"""Not read where the objective is "preference"."""
+
+
+def unused(config: LearnerConfig) -> list[str]:
+    """Settings that differ from their default and change nothing, each with the choice that leaves it unread."""
+    plain = LearnerConfig()
+    told = []
+    for name, (choice, readers) in _READ_BY.items():
+        chosen = getattr(config, choice)
+        if getattr(config, name) != getattr(plain, name) and chosen not in readers and ":" not in chosen:
+            told.append(f"learner.{name} is set, but {choice} = '{chosen}' does not read it")
+    if config.objective == "preference":
+        odd = [name for name in _POLICY_GRADIENT if getattr(config, name) != getattr(plain, name)]
+        told += [f"learner.{name} is set, but objective = 'preference' does not read it" for name in odd]
+    return told
 
 
 def check(config: LearnerConfig, model: ModelConfig) -> None:

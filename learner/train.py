@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -337,12 +337,26 @@ class _Teller:
 
 
 def main() -> None:
-    """An error becomes one line and an exit code."""
+    """An error becomes one line and an exit code, wrong flags too."""
     try:
-        app(prog_name="python -m troupe.learner.train")
+        code = app(prog_name="python -m troupe.learner.train", standalone_mode=False)
     except TroupeError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {escape(str(error))}")
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own errors have it
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        _fail(f"{error.format_message()} See: python -m troupe.learner.train --help", 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {escape(message)}")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ TRAIN = [
     ((LAKE, "--on-collapse", "fitler"), "with health.on_collapse=[\"fitler\"]: 'health.on_collapse.0' = 'fitler'"),
     ((LAKE, "--on-collapse", "fitler"), "Did you mean 'filter'?"),
     ((LAKE, "--set", "rollout.group_size=1"), "would teach nothing: make it 2 or more"),
+    ((LAKE, "--set", "learner.minibatches=1000"), "trajectories (rollout.groups_per_step * rollout.group_size)"),
     (
         (LAKE, "--set", "learner.filter=top_std", "--set", "learner.filter_value=3"),
         "[learner]: filter = 'top_std' takes a share",

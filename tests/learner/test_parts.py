@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from troupe.learner import composition, filters
+from troupe.learner import advantages, composition, filters, losses
 from troupe.learner.aggregate import aggregate
 from troupe.learner.agreement import agreement
 from troupe.learner.batch import assemble
@@ -344,3 +346,22 @@ def test_contradicting_settings_are_refused(config: dict[str, Any], message: str
 def test_parts_that_do_not_fit_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composition.check(LearnerConfig(**config), ModelConfig(path="x", lora=LoraSettings()))
+
+
+def test_a_setting_that_nothing_reads_is_told() -> None:
+    assert composition.unused(LearnerConfig()) == []
+    assert composition.unused(LearnerConfig(advantage="pass_at_k", pass_k=2, filter="top_k", filter_value=3)) == []
+    assert composition.unused(LearnerConfig(advantage="mine.py:mine", pass_k=2)) == []
+    (told,) = composition.unused(LearnerConfig(pass_k=2))
+    assert told == "learner.pass_k is set, but advantage = 'grpo' does not read it"
+    (told,) = composition.unused(LearnerConfig(objective="preference", loss="cispo"))
+    assert told == "learner.loss is set, but objective = 'preference' does not read it"
+
+
+@pytest.mark.parametrize(("choice", "parts"), [("advantage", advantages), ("loss", losses)])
+def test_what_is_said_to_read_a_setting_reads_it_and_no_other_file_does(choice: str, parts: ModuleType) -> None:
+    files = {file.stem: file.read_text() for file in Path(parts.__file__ or "").parent.glob("[a-z]*.py")}
+    for key, (by, readers) in composition._READ_BY.items():
+        if by == choice and key != "teacher":  # the trainer reads it, and gives distill the logprobs
+            reading = {stem for stem, text in files.items() if f"config.{key}" in text}
+            assert reading == {parts.find(name).__module__.rpartition(".")[2] for name in readers}, key

@@ -357,6 +357,8 @@ FILES: dict[str, Callable[[pa.Table], pa.Table]] = {
         ("--data RUN --model RUN/none", 2, "RUN/none' does not exist"),
         ("--data RUN --model RUN/model --step 2", 2, "--steps says how many"),
         ("--data RUN --model RUN/model --config RUN/none.toml", 2, "no recipe 'RUN/none.toml'"),
+        ("--data RUN --steps few", 2, "Invalid value for '--steps'"),
+        ("--data RUN --stepz 3", 2, "See: python -m troupe.learner.train --help"),
         ("--data RUN/none --model RUN/model", 2, "there is no 'RUN/none'"),
         ("--data RUN/model --model RUN/model", 2, "is no trajectory store"),
         ("--data RUN/config.toml --model RUN/model", 2, "cannot be read as Arrow or Parquet"),
