@@ -142,6 +142,7 @@ def _algorithm(name: str, options: dict[str, Any], seed: int, folder: str) -> An
         from ray.tune.trainable import trainable
     except ImportError as error:
         raise ConfigError(f"RLlib cannot be imported ({error}): pip install 'troupe-rl[baseline]'") from error
+    logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # importing it has set it otherwise
     trainable.DEFAULT_STORAGE_PATH = folder  # else it leaves a folder in the user's home
     register_env("troupe", lambda given: TensorEnv(name, options))
     config = (
@@ -179,7 +180,6 @@ def _greedy(algorithm: Any) -> Chooser:
 @contextlib.contextmanager
 def _quiet() -> Any:
     """RLlib has much to say of what it will change one day."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

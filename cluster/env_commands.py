@@ -44,7 +44,7 @@ def show(name: NAME, option: OPTION = None) -> None:
     from troupe.envs import registry
 
     world = registry.find(name)
-    options = _options(option)
+    options = options_of(option)
     driver = _driver(world, options)
     opening, tools = asyncio.run(_opening(driver, world.task("train", 0)))
     print(f"{world.name or world.__name__}   {inspect.getmodule(world).__name__}:{world.__qualname__}")  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def play(
     if split not in SPLITS:
         raise ConfigError(f"no split '{split}': it is one of {', '.join(SPLITS)}.{nearest(split, SPLITS)}")
     world = registry.find(name)
-    driver = _driver(world, _options(option))
+    driver = _driver(world, options_of(option))
     with asyncio.Runner() as runner:  # the keyboard is read outside of the loop, whose own Ctrl-C handler would keep it
         try:
             _play(runner.run, driver, world.task(split, seed))
@@ -111,7 +111,7 @@ def check(
     with console.status("starting") as status:
         report = examine(
             name,
-            _options(option),
+            options_of(option),
             episodes,
             timeout,
             limit_s=seconds,
@@ -146,7 +146,7 @@ def _print_report(report: Any) -> None:
     console.print(f"\n{report.verdict}", soft_wrap=True)
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def options_of(given: list[str] | None) -> dict[str, Any]:
     """["size=5", "think=none"] as values: TOML, or a bare word."""
     from troupe.protocol.errors import ConfigError
     from troupe.protocol.toml import value_of
