@@ -143,7 +143,7 @@ def _algorithm(name: str, options: dict[str, Any], seed: int, folder: str) -> An
     except ImportError as error:
         raise ConfigError(f"RLlib cannot be imported ({error}): pip install 'troupe-rl[baseline]'") from error
     logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # importing it has set it otherwise
-    trainable.DEFAULT_STORAGE_PATH = folder  # else it leaves a folder in the user's home
+    vars(trainable)["DEFAULT_STORAGE_PATH"] = folder  # else it leaves a folder in the user's home
     register_env("troupe", lambda given: TensorEnv(name, options))
     config = (
         PPOConfig()

@@ -23,7 +23,7 @@ import gymnasium
 import numpy as np
 
 from troupe.envs import registry
-from troupe.envs.base import TextWorld
+from troupe.envs.base import TextWorld, Turn
 from troupe.envs.drive import Driver
 from troupe.protocol.errors import ConfigError, InvalidAction
 
@@ -108,22 +108,20 @@ class TensorEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: Any) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         self._turn += 1
-        reward, done, info = 0.0, False, {}
+        reward, done = 0.0, False
+        info: dict[str, Any] = {}
+        turn = Turn("")
         try:
             turn = self._loop.run_until_complete(self._driver.step(self._tensors.actions[int(action)]))
         except InvalidAction as error:
             info["invalid"] = str(error)
-            turn = None
         else:
             reward, done = turn.reward, turn.done
         truncated = not done and self._turn >= self._driver.world.max_turns
-        if truncated:
-            verdict = self._loop.run_until_complete(self._driver.verify())
-            if verdict is not None:
-                turn, reward = verdict, reward + verdict.reward
+        if truncated and (verdict := self._loop.run_until_complete(self._driver.verify())) is not None:
+            turn, reward = verdict, reward + verdict.reward
         if done or truncated:
-            said = turn is not None and (turn.reward > 0 if turn.success is None else turn.success)
-            info["success"] = bool(said and turn is not None and turn.done)
+            info["success"] = turn.done and (turn.reward > 0 if turn.success is None else turn.success)
         return self._observed(), reward, done, truncated, info
 
     def _observed(self) -> Array:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 Status = Literal["ok", "broken", "warning", "unknown"]
 """Of a promise. `warning`: kept, but somebody should look; `unknown`: it could not be judged here."""
 
+Found = tuple[Status, str]
+"""Status and detail of a finding."""
+
 RANK: tuple[Status, ...] = ("broken", "warning", "unknown", "ok")
 
 

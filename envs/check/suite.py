@@ -13,11 +13,13 @@ import inspect
 import json
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from troupe.envs.base import SPLITS, Task, TextWorld, ToolCall
+from troupe.envs.check.ends import closes, leaves, process
 from troupe.envs.check.episodes import (
     TOLD,
     Action,
@@ -32,9 +34,11 @@ from troupe.envs.check.episodes import (
     sample,
 )
 from troupe.envs.check.garbage import GARBAGE
-from troupe.envs.check.left import KINDS, Left, Process, end, look, own_folder, since
+from troupe.envs.check.left import Process, end, look, own_folder
+from troupe.envs.check.looking import Looking
 from troupe.envs.check.others import Others, difference
-from troupe.envs.check.report import Finding, Report, Status
+from troupe.envs.check.report import Finding, Found, Report
+from troupe.envs.check.splits import splits
 from troupe.envs.drive import Driver
 from troupe.envs.registry import make
 from troupe.envs.tools import ToolWorld
@@ -59,17 +63,13 @@ PROMISES = (
     "it leaves nothing behind",
 )
 
-_SAMPLE = 50  # tasks a split whose first observations are compared
+_NEED_EPISODES = {*PROMISES[3:8], PROMISES[11], PROMISES[15]}
 _BESIDE = 8  # worlds at once
 _LOOKED = 5  # episodes that are looked at
-_PAIRS = 10  # tasks that open alike, and are played to see whether they are
-_CYCLES = 3  # episodes after which what is left behind is counted again
-_SETTLE_S = 1.0  # for what ends by itself after `close`
 _SHARE = 8  # of the seconds there are, what one promise may use
 _OBSERVATION, _EPISODE = 100_000, 400_000  # characters: about 25,000 and 100,000 tokens
 _BLOCKS_S, _BLOCKED, _INLINE_S = 0.05, 0.8, 0.01
 
-Found = tuple[Status, str]
 Tell = Callable[[Finding | str], None]
 """Told of each promise when it is begun, and of what was found."""
 
@@ -128,21 +128,20 @@ class Suite:
             self._looks,
             self._garbage,
             self._judges,
-            self._splits,
+            partial(splits, self),
             self._fits,
             self._blocks,
-            self._process,
-            self._closes,
-            self._leaves,
+            partial(process, self),
+            partial(closes, self),
+            partial(leaves, self),
         ]
 
     async def _look(self, name: str, promise: Callable[[], Awaitable[Found | None]]) -> None:
         self.tell(name)
-        needs = (self._replays, self._elsewhere, self._leaks, self._beside, self._looks, self._fits, self._leaves)
         found: Found | None
         if self.stop:
             found = ("unknown", self.stop)
-        elif promise in needs and not self.played:
+        elif name in _NEED_EPISODES and not self.played:
             found = ("unknown", "not looked at: there is no episode to replay")
         else:
             try:
@@ -163,11 +162,12 @@ class Suite:
 
     # -- making, driving and closing ---------------------------------------------------------------------------------
 
-    def _driver(self) -> Driver:
+    def driver(self) -> Driver:
+        """A new world, in a driver that whoever asks has to close."""
         with self.meter("make"):
             return Driver(make(self.world, self.options), timeout_s=self.timeout_s)
 
-    async def _close(self, driver: Driver, when: str = "") -> None:
+    async def close(self, driver: Driver, when: str = "") -> None:
         """A close that fails or hangs is another promise's matter, and is waited for once."""
         if not isinstance(self.close_failed, TimedOut):
             try:
@@ -177,14 +177,15 @@ class Suite:
                 self.close_failed = self.close_failed or type(error)(f"{when}{error}")
 
     @contextlib.asynccontextmanager
-    async def _open(self, when: str = "") -> Any:
-        driver = self._driver()
+    async def open(self, when: str = "") -> Any:
+        """A new world for the time of the block."""
+        driver = self.driver()
         try:
             yield driver
         finally:
-            await self._close(driver, when)
+            await self.close(driver, when)
 
-    def _task(self, split: str, index: int) -> Task:
+    def task(self, split: str, index: int) -> Task:
         """The world's own, looked at."""
         where = f"{self.world.__name__}.task({split!r}, {index})"
         try:
@@ -212,7 +213,7 @@ class Suite:
     # -- the promises ------------------------------------------------------------------------------------------------
 
     async def _made(self) -> Found:
-        async with self._open("before any reset: ") as driver:
+        async with self.open("before any reset: ") as driver:
             world = driver.world
             if not isinstance(world.system, str):
                 return "broken", f"system is {type(world.system).__name__}, not str"
@@ -224,19 +225,19 @@ class Suite:
             stranger = make(self.world, {**self.options, "no_such_option": 0})
         except ConfigError:
             return "ok", ""
-        await self._close(Driver(stranger, timeout_s=self.timeout_s))
+        await self.close(Driver(stranger, timeout_s=self.timeout_s))
         return "warning", "takes any option without a word: a misspelt one would change nothing"
 
     async def _tasks(self) -> Found:
         seen: dict[str, str] = {}
         for split in SPLITS:
             for index in range(self.episodes):
-                task = self._task(split, index)
+                task = self.task(split, index)
                 if task.split != split:
                     return "broken", f"task {index} of {split} says that it is of '{task.split}'"
                 if task.id in seen:
                     return "broken", f"task {index} of {split} has the id '{task.id}', and so has {seen[task.id]}"
-                if task != self._task(split, index):
+                if task != self.task(split, index):
                     return "broken", f"task {index} of {split} is another one when it is asked for again"
                 try:
                     json.dumps(task.data, allow_nan=False)
@@ -248,8 +249,8 @@ class Suite:
     async def _runs(self) -> Found:
         began = perf_counter()
         for index in range(self.episodes):
-            task = self._task("train", index)
-            async with self._open() as driver:
+            task = self.task("train", index)
+            async with self.open() as driver:
                 playing = Playing(driver, task, player_or_guesser(driver, random.Random(index)), timer=self.meter)
                 await playing.begin()
                 while await playing.turn():
@@ -266,7 +267,7 @@ class Suite:
 
     async def _replays(self) -> Found:
         for episode in self.played:
-            async with self._open() as driver:
+            async with self.open() as driver:
                 found = await self._again(episode, driver)
             if found:
                 self.unsure = True
@@ -292,7 +293,7 @@ class Suite:
 
     async def _leaks(self) -> Found:
         """One instance, and each episode after another one that was left in the middle."""
-        async with self._open() as driver:
+        async with self.open() as driver:
             for episode in self.played[::-1]:
                 await self._abandoned(driver)
                 found = await self._again(episode, driver)
@@ -312,7 +313,7 @@ class Suite:
         """First turn by turn, one after the other; then each as fast as it can."""
         played = self.played[:_BESIDE]
         async with contextlib.AsyncExitStack() as stack:
-            drivers = [await stack.enter_async_context(self._open()) for _ in played]
+            drivers = [await stack.enter_async_context(self.open()) for _ in played]
             try:
                 for found in (await self._in_turns(played, drivers), await self._at_once(played, drivers)):
                     if found:
@@ -343,8 +344,8 @@ class Suite:
     async def _looks(self) -> Found:
         """`state`, `state_key` and `tools`, asked again and again."""
         for episode in self.played[:_LOOKED]:
-            async with self._open() as driver:
-                looking = _Looking(driver, episode)
+            async with self.open() as driver:
+                looking = Looking(driver, episode)
                 found = await looking.differs()
             if found:
                 return "broken", f"task {episode.task.id}, seed {episode.task.seed}: {found}"
@@ -352,12 +353,12 @@ class Suite:
 
     async def _garbage(self) -> Found:
         began, tried = perf_counter(), 0
-        async with self._open() as driver:
+        async with self.open() as driver:
             for kind, action in await self._rubbish(driver):
                 if perf_counter() - began > self.share_s:
                     break
                 tried += 1
-                await driver.reset(self._task("train", 0))
+                await driver.reset(self.task("train", 0))
                 try:
                     await apply(driver, action)
                 except TOLD as told:
@@ -372,7 +373,7 @@ class Suite:
     async def _rubbish(self, driver: Driver) -> list[tuple[str, Action]]:
         """Messages; and for each tool calls with no arguments, with wrong ones, and with each garbage in each text."""
         rubbish: list[tuple[str, Action]] = list(GARBAGE.items())
-        await driver.reset(self._task("train", 0))
+        await driver.reset(self.task("train", 0))
         for found in driver.tools():
             name, schema = found["name"], found["parameters"]
             rubbish.append((f"{name} without arguments", ToolCall(name, {})))
@@ -386,53 +387,9 @@ class Suite:
         """Whether `verify` can be asked when nothing has been done yet. None: the world has none."""
         if not issubclass(self.world, ToolWorld):
             return None
-        async with self._open() as driver:
-            await driver.reset(self._task("train", 0))
+        async with self.open() as driver:
+            await driver.reset(self.task("train", 0))
             return None if await driver.verify() is None else ("ok", "")
-
-    async def _splits(self) -> Found:
-        """Tasks are the same if they open alike and, played alike, go on alike."""
-        opens: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
-        states: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
-        pairs: list[tuple[int, int]] = []
-        began, looked = perf_counter(), 0
-        async with self._open() as driver:
-            for index in range(_SAMPLE):
-                for split in SPLITS:
-                    text = await driver.reset(self._task(split, index))
-                    opens[split].setdefault(text, index)
-                    if type(driver.world).state is not TextWorld.state:
-                        states[split][text + json.dumps(await driver.state(), sort_keys=True)] = index
-                    if split == "heldout" and text in opens["train"]:
-                        pairs.append((opens["train"][text], index))
-                looked += 1
-                if perf_counter() - began > self.share_s:
-                    break
-        shared = opens["train"].keys() & opens["heldout"].keys()
-        if not shared:
-            return "ok", f"{looked} tasks of each compared"
-        told = f"both splits open with {min(shared)[:80]!r}"
-        alike = all([await self._go_on_alike(*pair) for pair in pairs[:_PAIRS]])
-        if alike and len(opens["train"].keys() | opens["heldout"].keys()) > 1:
-            return "broken", f"{told}, and go on alike: split by what a task is, with troupe.envs.base.belongs"
-        same = states["train"].keys() & states["heldout"].keys()
-        if same:
-            return "broken", f"both splits have the state {min(same)[:120]!r}"
-        if states["train"]:
-            return "ok", f"{looked} tasks of each told apart by state()"
-        if alike:
-            return "warning", "all tasks look and go on alike: if they are one, a held-out score says nothing"
-        return "unknown", f"{told} and go on differently, so they cannot be told apart: define state()"
-
-    async def _go_on_alike(self, train: int, heldout: int) -> bool:
-        async with self._open() as driver:
-            one = await play(driver, self._task("train", train), player_or_guesser(driver, random.Random(0)))
-        async with self._open() as driver:
-            try:
-                other = await play(driver, self._task("heldout", heldout), replayed(one.actions), one.turns)
-            except IndexError:
-                return False
-        return one.seen == other.seen
 
     async def _fits(self) -> Found:
         longest, episode = max(e.longest for e in self.played), max(e.characters for e in self.played)
@@ -464,63 +421,6 @@ class Suite:
                 )
         return "ok", ""
 
-    async def _process(self) -> Found:
-        if self.options != self.given:
-            return "broken", f"it has changed the options that it was given: {str(self.given)[:80]} to {str(self.options)[:80]}"
-        if moved := self.process.moved():
-            return "broken", f"the working folder is now {moved}: it is shared by all episodes of a process"
-        if drawn := self.process.drawn():
-            told = f"it draws from or seeds {' and '.join(drawn)}, which all episodes of a process share: use self.rng"
-            return ("broken" if self.unsure else "warning"), told
-        if variables := self.process.variables():
-            return "warning", f"it has changed environment variables: {', '.join(variables)[:80]}"
-        return "ok", ""
-
-    async def _closes(self) -> Found:
-        if self.close_failed is not None:
-            raise self.close_failed
-        for when in ("before any reset", "in the middle of an episode"):
-            driver = self._driver()
-            if when != "before any reset":
-                await driver.reset(self._task("train", 0))
-                with contextlib.suppress(*TOLD, EpisodeError):
-                    await apply(driver, self.played[0].actions[0] if self.played else "1")
-            try:
-                await driver.release()
-            except EpisodeError as error:
-                return "broken", f"{when}: {error}"
-            try:
-                await driver.close()
-            except EpisodeError as error:
-                return "broken", f"the second time: {error}"
-        return "ok", ""
-
-    async def _leaves(self) -> Found:
-        """What there is more of after a few more episodes is leaked; what is there once may be shared by all of them."""
-        if isinstance(self.close_failed, TimedOut):
-            return "unknown", "not looked at: it does not close"
-        first = look(self.folder)
-        for episode in (self.played * _CYCLES)[:_CYCLES]:
-            async with self._open() as driver:
-                await driver.reset(episode.task)
-                with contextlib.suppress(*TOLD, EpisodeError):
-                    await apply(driver, episode.actions[0])
-        grown = since(first, look(self.folder))
-        until = perf_counter() + _SETTLE_S
-        while any(len(grown[kind]) >= _CYCLES for kind in KINDS) and perf_counter() < until:
-            await asyncio.sleep(0.02)
-            grown = since(first, look(self.folder))
-        for kind in KINDS:
-            if len(grown[kind]) >= _CYCLES:
-                return "broken", f"{len(grown[kind])} more after {_CYCLES} closed episodes: {kind} {_some(grown, kind)}"
-        left = since(self.before, look(self.folder))
-        if left["process"]:
-            return "broken", f"still running: process {_some(left, 'process')}"
-        for kind in ("thread", "temporary file"):
-            if left[kind]:
-                return "warning", f"once, perhaps for all episodes together: {kind} {_some(left, kind)}"
-        return "ok", ""
-
     # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _is_broken(self, name: str) -> bool:
@@ -530,45 +430,6 @@ class Suite:
         for finding in self.report.findings:
             if finding.name == name:
                 finding.detail += f" ({detail})"
-
-
-class _Looking:
-    """Plays an episode again, and looks at it between all turns."""
-
-    def __init__(self, driver: Driver, episode: Episode) -> None:
-        self.driver, self.was = driver, episode
-        self.playing = Playing(driver, episode.task, replayed(episode.actions), episode.turns)
-
-    async def differs(self) -> str:
-        """What looking has changed; empty if nothing."""
-        await self.playing.begin()
-        try:
-            more = True
-            while more:
-                if found := await self._look():
-                    return found
-                more = await self.playing.turn()
-            now = await self.playing.end()
-        except IndexError:
-            return "the episode was longer when it was looked at"
-        found_pair = difference(self.was.seen, now.seen)
-        return f"{found_pair[0]} then {found_pair[1]}, when it was looked at" if found_pair else ""
-
-    async def _look(self) -> str:
-        for name in ("state_key", "tools", "state"):
-            one, two = await self._ask(name), await self._ask(name)
-            if one != two:
-                return f"{name}() says {str(one)[:60]}, and then {str(two)[:60]}"
-        return ""
-
-    async def _ask(self, name: str) -> Any:
-        answer = getattr(self.driver, name)()
-        return await answer if asyncio.iscoroutine(answer) else answer
-
-
-def _some(left: Left, kind: str) -> str:
-    names = sorted(set(left[kind].values()))
-    return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
 
 
 __all__ = ["GARBAGE", "PROMISES", "Agent", "Suite"]
