@@ -111,14 +111,14 @@ class _Watched:
                 case {"config_error": message}:
                     raise ConfigError(message)
                 case {"at": at}:
-                    self._at = at
+                    self._at, patience = at, self._timeout_s + _GRACE_S
                     show(at)
                 case {"found": found}:
                     self._report.findings.append(Finding(**found))
                 case {"importing": _}:
                     patience = self._import_s
                 case {"pulse": _}:
-                    patience = self._timeout_s + _GRACE_S
+                    pass
                 case {"ended": _}:
                     return self._died()
 

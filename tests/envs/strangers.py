@@ -513,6 +513,7 @@ class ClosesAtTheEndOnly(Base):
 
 class SlowInline(Base):
     inline = True
+    max_turns = 1
 
     def step(self, text):
         time.sleep(0.02)
@@ -520,6 +521,8 @@ class SlowInline(Base):
 
 
 class BlocksTheLoop(Base):
+    max_turns = 1
+
     async def step(self, text):
         time.sleep(0.07)  # noqa: ASYNC251 - the defect
         return super().step(text)

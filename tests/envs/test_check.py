@@ -224,9 +224,9 @@ def test_a_slow_world_plays_fewer_episodes_so_that_the_check_has_an_end():
 @pytest.mark.parametrize(
     ("name", "promise", "detail"),
     [
-        ("HangsWhenMade", MADE, "in __init__"),
         ("HangsInline", RUNS, "in step"),
-        ("HangsInARegularExpression", GARBAGE, "in step"),
+        pytest.param("HangsWhenMade", MADE, "in __init__", marks=pytest.mark.slow),
+        pytest.param("HangsInARegularExpression", GARBAGE, "in step", marks=pytest.mark.slow),
     ],
 )
 def test_a_world_that_blocks_its_process_is_named_with_the_line_where_it_stands(name, promise, detail):
