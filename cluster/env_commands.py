@@ -44,7 +44,7 @@ def show(name: NAME, option: OPTION = None) -> None:
     from troupe.envs import registry
 
     world = registry.find(name)
-    options = _options(option)
+    options = options_of(option)
     driver = _driver(world, options)
     opening, tools = asyncio.run(_opening(driver, world.task("train", 0)))
     print(f"{world.name or world.__name__}   {inspect.getmodule(world).__name__}:{world.__qualname__}")  # type: ignore[union-attr]
@@ -69,7 +69,10 @@ def play(
     split: Annotated[str, typer.Option(help="train or heldout")] = "train",
     option: OPTION = None,
 ) -> None:
-    """Lets you be the agent. In a world with tools, NAME {"argument": value} calls one. Ctrl-D or Ctrl-C leaves."""
+    """Lets you be the agent. In a world with tools, NAME {"argument": value} calls one.
+
+    /state shows what the world knows and the agent does not; Ctrl-D or Ctrl-C leaves.
+    """
     from troupe.envs import registry
     from troupe.envs.base import SPLITS
     from troupe.protocol.errors import ConfigError, nearest
@@ -77,7 +80,7 @@ def play(
     if split not in SPLITS:
         raise ConfigError(f"no split '{split}': it is one of {', '.join(SPLITS)}.{nearest(split, SPLITS)}")
     world = registry.find(name)
-    driver = _driver(world, _options(option))
+    driver = _driver(world, options_of(option))
     with asyncio.Runner() as runner:  # the keyboard is read outside of the loop, whose own Ctrl-C handler would keep it
         try:
             _play(runner.run, driver, world.task(split, seed))
@@ -93,25 +96,32 @@ def check(
     option: OPTION = None,
     episodes: Annotated[int, typer.Option(min=1, help="episodes to play")] = 20,
     timeout: Annotated[float, typer.Option(min=0.01, help="seconds that each call of the world may take")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=1, help="about how long all of it may take")] = 120.0,
+    json_: Annotated[bool, typer.Option("--json", help="everything, as one JSON object")] = False,
 ) -> None:
-    """Checks a world: reproducible, isolated, fast, safe against garbage. Exit code 1 if a promise is broken."""
+    """Checks a world: reproducible, isolated, tidy, safe against garbage. Exit code 1 if a promise is broken.
+
+    The world runs in a process of its own; what it prints goes to standard error.
+    """
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from troupe.envs import registry
-    from troupe.envs.check import check as examine
+    from troupe.envs.check import examine
 
-    report = examine(registry.find(name), _options(option), episodes=episodes, timeout_s=timeout)
-    marks = {True: Text("ok", "green"), False: Text("broken", "bold red"), None: Text("unknown", "yellow")}
-    table = Table("", "promise", "seen", box=None, pad_edge=False)
-    for finding in report.findings:
-        table.add_row(marks[finding.ok], finding.name, Text(finding.detail))
-    console = Console(highlight=False)
-    console.print(table)
-    broken = sum(finding.ok is False for finding in report.findings)
-    verdict = "conforms" if report.ok else f"does not conform: {broken} of {len(report.findings)} promises broken"
-    console.print(f"\n{report.world} {verdict}", markup=False)
+    console = Console(stderr=True, highlight=False)
+    with console.status("starting") as status:
+        report = examine(
+            name,
+            options_of(option),
+            episodes,
+            timeout,
+            limit_s=seconds,
+            import_s=max(30.0, timeout),
+            show=lambda promise: status.update(promise),
+        )
+    if json_:
+        print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+    else:
+        _print_report(report)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -119,7 +129,24 @@ def check(
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
+def _print_report(report: Any) -> None:
+    """What failed first at the top."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "broken": "bold red", "warning": "yellow", "unknown": "yellow"}
+    table = Table("", "promise", "seen", box=None, pad_edge=False)
+    for finding in report.sorted:
+        table.add_row(Text(finding.status, styles[finding.status]), finding.name, Text(finding.detail))
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    if report.seconds:
+        console.print(f"\n{report.timing}")
+    console.print(f"\n{report.verdict}", soft_wrap=True)
+
+
+def options_of(given: list[str] | None) -> dict[str, Any]:
     """["size=5", "think=none"] as values: TOML, or a bare word."""
     from troupe.protocol.errors import ConfigError
     from troupe.protocol.toml import value_of
@@ -163,8 +190,10 @@ def _play(run: Callable[[Coroutine[Any, Any, Any]], Any], driver: Any, task: Any
     console.print(opening)
     score = 0.0
     for turn in range(1, driver.world.max_turns + 1):
+        while (said := console.input("> ")).strip() == "/state":
+            console.print(json.dumps(run(driver.state()), ensure_ascii=False, indent=1), style="dim")
         try:
-            result = run(_act(driver, console.input("> ")))
+            result = run(_act(driver, said))
         except (UnknownTool, BadArguments, InvalidAction) as error:
             kind = {UnknownTool: "Unknown tool", BadArguments: "Bad arguments"}.get(type(error), "Invalid action")
             console.print(f"{kind}: {error}")

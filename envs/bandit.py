@@ -90,6 +90,15 @@ class Bandit(TextWorld):
         return f"{self._offer}, {len(self.pulled)} pulled"
 
     @property
+    def actions(self) -> list[str]:
+        """What can be said, for a player of numbers."""
+        return self.arms
+
+    def encode(self) -> list[float]:
+        """Of either arm which of all names it has, one-hot; and the share of the pulls that is used up."""
+        return [*(float(name == arm) for arm in self.arms for name in CALM + BOLD), len(self.pulled) / self.turns]
+
+    @property
     def pair(self) -> str:
         """The names without their order: what a split is decided by."""
         return f"{self.calm} {self.bold}"

@@ -93,8 +93,14 @@ class TextWorld:
         """The state that the next action is taken from, for anchor-state grouping; empty if states do not recur."""
         return ""
 
-    def close(self) -> None:
-        """Releases what the world holds. Called once."""
+    def state(self) -> Any:
+        """A snapshot of the episode for people and debuggers, what is hidden from the agent included: a dict of what JSON can
+        say. May be asked at any time after `reset` and changes nothing. The agent never sees it."""
+        key = self.state_key()
+        return {"state_key": key} if key else {}
+
+    def close(self) -> Any:
+        """Releases what the world holds. May come before any `reset`, in the middle of an episode, and twice."""
 
     def play(self, rng: random.Random, noise: float) -> str | ToolCall | None:
         """The scripted player's next message, think block included, or the tool that it calls; None if there is no player.

@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import json
 import queue
 import threading
 from collections.abc import Awaitable, Callable, Generator
@@ -39,8 +40,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from troupe.envs.base import Task, TextWorld, ToolCall, Turn, finite
-from troupe.envs.tools import ToolWorld, lookup, observed, turn_of
+from troupe.envs.tools import ToolWorld, lookup, observed, short, turn_of
 from troupe.protocol.errors import (
     BadArguments,
     EnvironmentFailed,
@@ -167,6 +170,21 @@ class Driver:
         """The state that the next action is taken from. Raises EnvironmentFailed."""
         return self._text("state_key", self.world.state_key)
 
+    async def state(self) -> dict[str, Any]:
+        """A snapshot of the episode as JSON has it, hidden parts included. The episode goes on whatever comes of it.
+
+        Raises EnvironmentFailed for what is no dict that JSON can say, TimedOut, or the world's own EpisodeError.
+        """
+        snapshot = self.world.state if callable(self.world.state) else partial(TextWorld.state, self.world)  # self.state = …
+        try:
+            found = to_jsonable_python(await self._call("state", snapshot))
+            json.dumps(found, allow_nan=False)
+        except (TypeError, ValueError, InvalidAction, RecursionError) as error:
+            raise self._failed("state", error) from error
+        if not isinstance(found, dict):
+            raise EnvironmentFailed(f"{self._where('state')} returned {type(found).__name__}, not a dict")
+        return found
+
     def play(self, rng: Any, noise: float) -> str | ToolCall | None:
         """The scripted player's next message or call, None if the world has no player. Raises EnvironmentFailed."""
         try:
@@ -181,13 +199,18 @@ class Driver:
             return
         self._closed, self._playing = True, False
         try:
+            await self.release()
+        finally:
+            if self._own is not None:
+                self._own.shutdown(wait=False)
+
+    async def release(self) -> None:
+        """The world's own `close`, as `close` calls it; for who wants to see it called twice."""
+        try:
             if not self._lost and type(self.world).close is not TextWorld.close:  # the default does nothing: no thread for it
                 await self._call("close", self.world.close)
         except (ValueError, InvalidAction) as error:
             raise self._failed("close", error) from error
-        finally:
-            if self._own is not None:
-                self._own.shutdown(wait=False)
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
@@ -320,9 +343,16 @@ class Driver:
         turn.parts = {
             _encodable(str(name)): finite(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
         }
-        turn.done = bool(turn.done)
-        turn.success = None if turn.success is None else bool(turn.success)
+        turn.done = self._truth(f"{where}: Turn.done", turn.done)
+        turn.success = None if turn.success is None else self._truth(f"{where}: Turn.success", turn.success)
         return turn
+
+    def _truth(self, name: str, value: Any) -> bool:
+        """Whatever is as good as a bool: numpy's, 0 or 1. A text such as "False" is not."""
+        with suppress(Exception):  # == of an array is no answer
+            if value in (True, False):
+                return bool(value)
+        raise EnvironmentFailed(f"{name} is {short(repr(value))}, not True or False")
 
     def _text(self, method: str, function: Callable[[], Any]) -> str:
         try:

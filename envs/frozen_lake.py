@@ -125,6 +125,18 @@ class FrozenLake(TextWorld):
         return "/".join("".join(self._symbol((row, column)) for column in range(self.size)) for row in range(self.size))
 
     @property
+    def actions(self) -> list[str]:
+        """What can be said, for a player of numbers."""
+        return list(MOVES)
+
+    def encode(self) -> list[float]:
+        """What the observation says: the grid (player, goal, holes), the way to the goal, what lies around the player."""
+        grid = self.state_key().replace("/", "")
+        way = [steps / self.size for _, steps in self._way()]
+        around = [float(self._beside(move) == thing) for move in MOVES for thing in ("edge", "hole", "goal")]
+        return [*(float(cell == symbol) for symbol in "PGO" for cell in grid), *way, *around]
+
+    @property
     def lake(self) -> str:
         """The map without the player: what a split is decided by."""
         return f"{self.size} {sorted(self.holes)} {self.goal}"

@@ -84,6 +84,18 @@ class Guess(TextWorld):
     def state_key(self) -> str:
         return f"{self.low}-{self.top}, {self.left} left"
 
+    @property
+    def actions(self) -> list[str]:
+        """What can be said, for a player of numbers."""
+        return [str(number) for number in range(1, self.high + 1)]
+
+    def encode(self) -> list[float]:
+        """The range that the feedback leaves, and the guesses left, each as a share."""
+        return [self.low / self.high, self.top / self.high, self.left / self.turns]
+
+    def state(self) -> dict[str, int]:
+        return {"secret": self.secret, "low": self.low, "high": self.top, "left": self.left}
+
     def play(self, rng: random.Random, noise: float) -> str:
         return str(rng.randint(1, self.high) if rng.random() < noise else (self.low + self.top) // 2)
 

@@ -131,6 +131,20 @@ class Sokoban(TextWorld):
         return "/".join("".join(self._symbol((row, column)) for column in range(self.size)) for row in range(self.size))
 
     @property
+    def actions(self) -> list[str]:
+        """What can be said, for a player of numbers."""
+        return list(MOVES)
+
+    def encode(self) -> list[float]:
+        """What the observation says: the grid by kind of cell, the way to each loose box and from it to its target, and what
+        lies around the player."""
+        grid = self.state_key().replace("/", "")
+        ways = [(there - here) / self.size for one, other in self._ways() for here, there in zip(one, other, strict=True)]
+        ways += [0.0] * (4 * self.box_count - len(ways))
+        around = [float(self._symbol(_beside(self.at, move)) in kind) for move in MOVES for kind in ("#", "X*", "O")]
+        return [*(float(cell in kind) for kind in ("#", "OS*", "X*", "PS") for cell in grid), *ways, *around]
+
+    @property
     def room(self) -> str:
         """The room without player and boxes: what a split is decided by."""
         return f"{self.size} {sorted(self.floor)} {sorted(self.targets)}"
@@ -180,10 +194,16 @@ class Sokoban(TextWorld):
 
     def _loose(self) -> Iterator[str]:
         """Of each box that is on no target: the way to it, and from it to the nearest free target, walls or not."""
+        ways = self._ways()
+        for to_box, to_target in zip(ways, ways, strict=True):
+            yield f"box {_way(*to_box)} target {_way(*to_target)}"
+
+    def _ways(self) -> Iterator[tuple[Cell, Cell]]:
+        """Of each box that is on no target: from the player to it, then from it to the nearest free target."""
         free = sorted(self.targets - self.boxes)
         for box in sorted(self.boxes - self.targets):
-            target = min(free, key=lambda cell: abs(cell[0] - box[0]) + abs(cell[1] - box[1]))
-            yield f"box {_way(self.at, box)} target {_way(box, target)}"
+            yield self.at, box
+            yield box, min(free, key=lambda cell: abs(cell[0] - box[0]) + abs(cell[1] - box[1]))
 
     # -- its scripted player -----------------------------------------------------------------------------------------
 

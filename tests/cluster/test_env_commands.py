@@ -1,5 +1,6 @@
 """`troupe env`: a person can look at a world, play it, and check it."""
 
+import json
 import os
 import pty
 import signal
@@ -139,5 +140,29 @@ def test_play_ends_with_the_worlds_verdict_when_the_turns_are_used_up():
 
 def test_check_takes_a_time_limit_and_stops_at_the_first_hang():
     done = troupe("check", "echo", "--option", "hang=true", "--timeout", "0.1")
-    assert done.returncode == 1 and "has not returned for 0.1 s" in " ".join(done.stdout.split()), done.stdout
-    assert done.stdout.count("not looked at") == 5
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1 and "has not returned for 0.1 s" in said, done.stdout
+    assert said.count("not looked at: the world hangs") >= 10
+    assert said.endswith("echo does not conform: 1 of 16 promises broken, first: episodes run and give what they should")
+
+
+def test_check_gives_everything_as_json_and_nothing_else_on_standard_output(coin):
+    with open(coin.rpartition(":")[0], "a") as file:
+        file.write("print('imported')\n")
+    done = troupe("check", coin, "--json", "--episodes", "5")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["conforms"] and found["first_broken"] is None and "imported" in done.stderr
+    assert set(found["seconds"]) >= {"reset", "step", "close"} and len(found["findings"]) >= 14
+    assert {f["status"] for f in found["findings"]} <= {"ok", "warning", "unknown"}
+
+
+def test_check_of_a_world_that_is_not_there_is_one_line(coin):
+    done = troupe("check", coin + "s")
+    assert done.returncode == 2 and "Did you mean 'Coin'?" in done.stderr and done.stderr.count("\n") == 1
+    done = troupe("check", coin, "--option", "price=1")
+    assert done.returncode == 2 and "no option 'price'. Did you mean 'prize'?" in done.stderr
+
+
+def test_play_shows_the_state_when_asked_and_takes_no_turn_for_it():
+    done = troupe("play", "guess", keys="/state\n")
+    assert '"secret": ' in done.stdout and '"left": 5' in done.stdout and "Invalid action" not in done.stdout

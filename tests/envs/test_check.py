@@ -1,187 +1,91 @@
-"""The conformance suite passes good worlds and catches each kind of bad one."""
+"""The conformance suite passes good worlds and names the defect of each kind of bad one."""
 
-import itertools
-import random
+import importlib.util
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from troupe.envs.base import TextWorld, Turn, action_of
-from troupe.envs.check import check, player_score
+from troupe.envs.base import action_of
+from troupe.envs.check import PROMISES, check, examine, player_score
 from troupe.envs.registry import BUILT_IN, find
-from troupe.envs.tools import ToolWorld, tool
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
-
-class Good(TextWorld):
-    """The ten-line world of a newcomer: synchronous, in a thread, without a player."""
-
-    def reset(self, task):
-        self.secret = self.rng.randint(1, 100)
-        return "I am thinking of a number between 1 and 100. Guess."
-
-    def step(self, text):
-        guess = int(text)
-        if guess == self.secret:
-            return Turn("Yes!", reward=1.0, done=True)
-        return Turn("higher" if guess < self.secret else "lower")
-
-
-class Unseeded(Good):
-    def reset(self, task):
-        super().reset(task)
-        return f"{random.random()}"
-
-
-class Leaky(Good):
-    """Counts on over episodes."""
-
-    def __init__(self):
-        self.count = itertools.count()
-
-    def step(self, text):
-        return Turn(f"step {next(self.count)}")
+HERE = Path(__file__).parent / "strangers.py"
+(
+    MADE,
+    TASKS,
+    RUNS,
+    SAME,
+    ELSEWHERE,
+    LEAKS,
+    BESIDE,
+    LOOKING,
+    GARBAGE,
+    JUDGED,
+    HELD_OUT,
+    FITS,
+    BLOCKS,
+    PROCESS,
+    CLOSES,
+    LEAVES,
+) = PROMISES
 
 
-class Fragile(Good):
-    def step(self, text):
-        return Turn(str({"a": 1}[text] if "\x00" in text else 1))
+@pytest.fixture
+def strangers():
+    spec = importlib.util.spec_from_file_location("strangers_under_test", HERE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    for world in (module.LeavesThread, module.OneThreadForAll):
+        world.stop.set()
+    for file in module.LeavesFile.kept:
+        file.close()
+    del sys.modules[spec.name]
 
 
-class Careless(Good):
-    def step(self, text):
-        return "ok", 1.0
+def status_of(report):
+    return {finding.name: finding.status for finding in report.findings}
 
 
-class SameTasks(Good):
-    def reset(self, task):
-        super().reset(task)
-        return f"task {task.seed}"
+def detail_of(report, promise):
+    return next(finding.detail for finding in report.findings if finding.name == promise)
 
 
-class Untidy(Good):
-    stop = threading.Event()
-
-    def reset(self, task):
-        threading.Thread(target=self.stop.wait, name="left-behind", daemon=True).start()
-        return super().reset(task)
-
-
-class NeverCloses(Good):
-    def close(self):
-        raise OSError("device busy")
-
-
-class Desk(ToolWorld):
-    """A newcomer's first tools."""
-
-    def reset(self, task):
-        self.stock = {"lamp": self.rng.randint(1, 9)}
-        return f"How many lamps? {task.split}"
-
-    @tool
-    def count(self, name: str, most: int = 9) -> int:
-        """Count something."""
-        if name not in self.stock:
-            raise ValueError("no such thing")
-        return min(most, self.stock[name])
-
-    def verify(self):
-        return self.answer == str(self.stock["lamp"])
-
-
-class FragileTool(Desk):
-    @tool
-    def count(self, name: str) -> int:
-        """Count something."""
-        return {}[name] if "\x00" in name else 1
-
-
-class HiddenTool(Desk):
-    def tools(self):
-        return [*super().tools(), {"name": "find", "description": "Find.", "parameters": {"type": "object"}}]
-
-
-class Unreadable(Desk):
-    def verify(self):
-        return int(self.answer) == self.stock["lamp"]
-
-
-class RestlessTool(Desk):
-    @tool
-    def count(self) -> float:
-        """Count something."""
-        return random.random()
-
-
-class Hangs(Good):
-    calls = 0
-
-    def step(self, text):
-        type(self).calls += 1
-        while True:
-            pass
+# -- good worlds -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_the_built_in_worlds_conform(name):
-    report = check(find(name), episodes=10)
-    assert report.ok, str(report)
+    report = check(find(name), episodes=5, others=0)
+    assert report.ok and "warning" not in status_of(report).values(), str(report)
 
 
-def test_a_newcomers_world_conforms_and_what_cannot_be_judged_is_not_passed():
-    report = check(Good, episodes=5)
-    assert report.ok, str(report)
-    unknown = [finding.name for finding in report.findings if finding.ok is None]
-    assert unknown == ["no held-out task is in training"]
-    assert report.step_s[0] > 0.0
+@pytest.mark.parametrize("name", ["Newcomer", "Telling", "Desk", "Threaded", "Tidy", "Halting"])
+def test_no_good_world_of_a_stranger_is_blamed_or_warned_of(strangers, name):
+    report = check(getattr(strangers, name), episodes=3, others=0)
+    assert report.ok and "warning" not in status_of(report).values(), str(report)
 
 
-@pytest.mark.parametrize(
-    ("world", "promise", "detail"),
-    [
-        (Unseeded, "same task and actions give the same episode", "task train/0, seed 0"),
-        (Leaky, "nothing leaks into the next episode", "step"),
-        (
-            Fragile,
-            "garbage actions are invalid or harmless",
-            "null bytes: Fragile.step (task train/0, seed 0) raised Key",
-        ),
-        (Careless, "episodes run and give what they should", "returned tuple, not a Turn or a str"),
-        (SameTasks, "no held-out task is in training", "both splits open with 'task 0'"),
-        (Untidy, "it closes and leaves no thread behind", "left-behind"),
-        (NeverCloses, "it closes and leaves no thread behind", "OSError: device busy"),
-        (FragileTool, "garbage actions are invalid or harmless", "count with null bytes: FragileTool.count (task train/0"),
-        (HiddenTool, "garbage actions are invalid or harmless", "a tool that is offered cannot be called: no tool 'find'"),
-        (
-            Unreadable,
-            "an episode that a limit ends can be judged",
-            "Unreadable.verify (task train/0, seed 0) raised Value",
-        ),
-        (RestlessTool, "same task and actions give the same episode", "task train/"),
-    ],
-)
-def test_each_broken_promise_is_caught_and_named(world, promise, detail):
-    Untidy.stop.clear()
-    try:
-        report = check(world, episodes=4)
-    finally:
-        Untidy.stop.set()
-    broken = {finding.name: finding.detail for finding in report.findings if finding.ok is False}
-    assert not report.ok and promise in broken, str(report)
-    assert detail in broken[promise]
+def test_what_cannot_be_judged_is_not_passed_until_the_world_tells_more(strangers):
+    report = check(strangers.Newcomer, episodes=2, others=0)
+    unknown = {name for name, status in status_of(report).items() if status == "unknown"}
+    assert unknown == {ELSEWHERE, HELD_OUT} and "define state()" in detail_of(report, HELD_OUT)
+    assert status_of(check(strangers.Telling, episodes=2, others=0))[HELD_OUT] == "ok"
 
 
-def test_a_world_that_hangs_is_reported_and_not_waited_for():
-    report = check(find("echo"), {"hang": True}, episodes=1, timeout_s=0.05)
-    assert not report.ok and "Echo.step (task train/0, seed 0) has not returned for 0.05 s" in str(report)
+def test_the_time_of_each_kind_of_call_is_reported(strangers):
+    report = check(strangers.Tidy, episodes=2, others=0)
+    assert set(report.seconds) == {"make", "reset", "step", "close"}
+    assert all(0.0 < middle <= longest for middle, longest in report.seconds.values())
+    assert report.as_json()["seconds"]["step"]["max"] == report.seconds["step"][1]
 
 
-def test_a_world_with_tools_conforms_and_its_tools_were_called():
-    report = check(Desk, episodes=5)
-    assert report.ok and "an episode that a limit ends can be judged" in str(report), str(report)
+def test_a_world_with_tools_conforms_and_its_tools_were_called(strangers):
+    report = check(strangers.Desk, episodes=3, others=0)
+    assert status_of(report)[JUDGED] == "ok" and report.steps > report.episodes, str(report)
 
 
 def test_the_world_in_the_documentation_conforms(tmp_path, monkeypatch):
@@ -189,17 +93,180 @@ def test_the_world_in_the_documentation_conforms(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "worlds.md"
     file = tmp_path / "desk.py"
     file.write_text(page.read_text().split("```python\n")[1].split("```")[0])
-    report = check(find(f"{file}:Desk"), episodes=5)
-    assert report.ok, str(report)
+    report = check(find(f"{file}:Desk"), episodes=5, others=1)
+    assert report.ok and status_of(report)[ELSEWHERE] == "ok", str(report)
 
 
-def test_the_suite_stops_at_the_first_hang():
-    Hangs.calls = 0
-    report = check(Hangs, episodes=5, timeout_s=1)
-    findings = {finding.name: finding.ok for finding in report.findings}
-    assert Hangs.calls == 1 and "Hangs.step (task train/0, seed 0) has not returned for 1 s" in str(report)
-    assert list(findings.values()) == [False, None, None, None, None, None, True]
-    assert "garbage actions are invalid or harmless: not looked at: the world hangs" in str(report)
+# -- bad worlds ------------------------------------------------------------------------------------------------------
+
+CHANCE = {SAME, LEAKS, BESIDE, LOOKING}
+OUTLIVES = {SAME, LEAKS, BESIDE, LOOKING}
+
+BAD = [  # world, the promise that fails first, what it says, what else may fail for the same reason
+    ("Unseeded", SAME, "task train/0, seed 0", {LEAKS, BESIDE, LOOKING, PROCESS, HELD_OUT}),
+    ("Clocked", SAME, "('at ", CHANCE),
+    ("ReseedsTheGlobal", BESIDE, "you rolled", {PROCESS}),
+    ("CountsOn", LEAKS, "step 0", {BESIDE}),
+    ("CountsOnForAll", SAME, "step 0", OUTLIVES),
+    ("MutableDefault", SAME, "you said 1 words", OUTLIVES),
+    ("SecretOfTheClass", BESIDE, "it was", set()),
+    ("ClearsAtTheEndOnly", LEAKS, "guess 1", {BESIDE}),
+    ("ChangesFolder", PROCESS, "the working folder is now", set()),
+    ("Gym", RUNS, "returned tuple, not a Turn or a str", {GARBAGE}),
+    ("Dict", RUNS, "returned dict, not a str to observe", {GARBAGE, HELD_OUT, CLOSES}),
+    ("Bytes", RUNS, "Turn.text is bytes, not str", {GARBAGE}),
+    ("Nothing", RUNS, "returned NoneType, not a Turn or a str", {GARBAGE}),
+    ("NotANumber", RUNS, "Turn.reward is nan, not a finite number", {GARBAGE}),
+    ("Infinite", RUNS, "Turn.reward is inf, not a finite number", {GARBAGE}),
+    ("RewardInWords", RUNS, "Turn.reward is '1.0', not a finite number", {GARBAGE}),
+    ("BadPart", RUNS, "Turn.parts['style'] is None", {GARBAGE}),
+    ("DoneInWords", RUNS, "Turn.done is 'False', not True or False", {GARBAGE}),
+    ("SuccessInWords", RUNS, "Turn.success is 'no', not True or False", {GARBAGE}),
+    ("Endless", MADE, "max_turns is 0", set()),
+    ("SystemAsList", MADE, "system is list, not str", set()),
+    ("KeyThatDraws", LOOKING, "state_key() says", set()),
+    ("StateThatActs", LOOKING, "guess 1", set()),
+    ("StateOfObjects", LOOKING, "StateOfObjects.state (task train/0, seed 0) raised PydanticSerializationError", {HELD_OUT}),
+    ("Fragile", GARBAGE, "null bytes: Fragile.step (task train/0, seed 0) raised KeyError", set()),
+    ("Evaluates", GARBAGE, "raised SyntaxError", set()),
+    ("Formats", GARBAGE, "format: Formats.step (task train/0, seed 0) raised IndexError", set()),
+    ("FragileTool", GARBAGE, "count with null bytes: FragileTool.count (task train/0", set()),
+    ("HiddenTool", GARBAGE, "a tool that is offered cannot be called: no tool 'find'", set()),
+    ("Unreadable", JUDGED, "Unreadable.verify (task train/0, seed 0) raised ValueError", {RUNS, GARBAGE}),
+    ("RestlessTool", SAME, "task train/", {LEAKS, BESIDE, LOOKING, PROCESS}),
+    ("SplitBySeed", HELD_OUT, "both splits open with 'task 0', and go on alike", set()),
+    ("SameQuestions", HELD_OUT, "both splits open with 'Say the word ", set()),
+    ("TellingTheSame", HELD_OUT, "both splits have the state", set()),
+    ("OneId", TASKS, "task 1 of train has the id 'task', and so has 0 of train", set()),
+    ("NoTask", TASKS, "returned dict, not a Task", {RUNS, GARBAGE, HELD_OUT, JUDGED, CLOSES}),
+    ("FewTasks", TASKS, "raised IndexError", {RUNS, HELD_OUT}),
+    ("LeavesThread", LEAVES, "3 more after 3 closed episodes: thread left-behind", set()),
+    ("LeavesProcess", LEAVES, "closed episodes: process", set()),
+    ("LeavesFile", LEAVES, "closed episodes: open file", set()),
+    ("LeavesFolder", LEAVES, "closed episodes: temporary file scratch-", set()),
+    ("ClosesNeverWell", CLOSES, "OSError: device busy", set()),
+    ("ClosesOnce", CLOSES, "the second time: ClosesOnce.close", set()),
+    ("ClosesWhatItHasNot", CLOSES, "before any reset: ClosesWhatItHasNot.close raised AttributeError", set()),
+    ("ClosesAtTheEndOnly", CLOSES, "ClosesAtTheEndOnly.close", set()),
+    ("SlowInline", BLOCKS, "inline = True, but step takes", set()),
+    ("BlocksTheLoop", BLOCKS, "without awaiting", set()),
+]
+
+
+@pytest.mark.parametrize(("name", "promise", "detail", "also"), BAD, ids=[row[0] for row in BAD])
+def test_the_defect_of_a_bad_world_is_named_and_nothing_else(strangers, name, promise, detail, also):
+    report = check(getattr(strangers, name), episodes=4, others=0)
+    broken = {finding.name for finding in report.broken}
+    assert promise in broken and detail in detail_of(report, promise), str(report)
+    assert broken <= {promise, *also}, str(report)
+
+
+@pytest.mark.parametrize("name", ["SetOrder", "HashOfText", "OfTheProcess", "TaskByHash"])
+def test_what_depends_on_the_process_is_found_by_another_one(strangers, name):
+    report = check(getattr(strangers, name), episodes=2, others=1)
+    assert {finding.name for finding in report.broken} == {ELSEWHERE}, str(report)
+    assert " here, " in detail_of(report, ELSEWHERE)
+
+
+@pytest.mark.parametrize(("name", "outlives"), [("MutableDefault", True), ("Clocked", False)])
+def test_what_outlives_an_episode_is_told_from_chance_by_another_process(strangers, name, outlives):
+    report = check(getattr(strangers, name), episodes=2, others=1)
+    assert ("something outlives an episode" in detail_of(report, SAME)) is outlives, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "promise", "detail"),
+    [
+        ("TakesAnyOption", MADE, "takes any option without a word"),
+        ("ReseedsAndIgnores", PROCESS, "Python's global random"),
+        ("ChangesEnvironment", PROCESS, "STRANGERS_SEED"),
+        ("OneTask", HELD_OUT, "all tasks look and go on alike"),
+        ("Long", FITS, "longest observation 400,000 characters"),
+        ("OneThreadForAll", LEAVES, "once, perhaps for all episodes together: thread for-all"),
+    ],
+)
+def test_what_is_odd_is_a_warning_and_breaks_nothing(strangers, name, promise, detail):
+    report = check(getattr(strangers, name), episodes=2, others=0)
+    assert report.ok and [n for n, status in status_of(report).items() if status == "warning"] == [promise], str(report)
+    assert detail in detail_of(report, promise)
+
+
+def test_a_world_that_changes_the_options_it_is_given_is_named(strangers):
+    report = check(strangers.EatsItsOptions, {"words": ["a"] * 500}, episodes=2, others=0)
+    assert [finding.name for finding in report.broken] == [PROCESS] and "options" in detail_of(report, PROCESS)
+
+
+# -- worlds that hang ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "method"), [("HangsInReset", "reset"), ("HangsInStep", "step")])
+def test_the_suite_stops_at_the_first_hang(strangers, name, method):
+    report = check(getattr(strangers, name), episodes=5, timeout_s=0.5, others=0)
+    assert f"{name}.{method} (task train/0, seed 0) has not returned for 0.5 s" in detail_of(report, RUNS)
+    assert [finding.name for finding in report.broken] == [RUNS]
+    later = report.findings[PROMISES.index(RUNS) + 1 :]
+    assert all((f.status, f.detail) == ("unknown", "not looked at: the world hangs") for f in later)
+
+
+def test_a_hang_is_waited_for_once(strangers):
+    strangers.HangsInStep.calls = strangers.HangsInClose.calls = 0
+    check(strangers.HangsInStep, episodes=5, timeout_s=0.5, others=0)
+    report = check(strangers.HangsInClose, episodes=5, timeout_s=0.5, others=0)
+    assert (strangers.HangsInStep.calls, strangers.HangsInClose.calls) == (1, 2)  # the killed world is closed, once more
+    assert [finding.name for finding in report.broken] == [CLOSES] and status_of(report)[HELD_OUT] == "ok"
+
+
+def test_a_slow_world_plays_fewer_episodes_so_that_the_check_has_an_end():
+    report = check(find("echo"), {"sleep": 0.02, "turns": 50}, episodes=50, others=0, limit_s=1.0)
+    assert report.ok and report.episodes < 50 and "because it is slow" in detail_of(report, RUNS), str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "promise", "detail"),
+    [
+        ("HangsInline", RUNS, "in step"),
+        pytest.param("HangsWhenMade", MADE, "in __init__", marks=pytest.mark.slow),
+        pytest.param("HangsInARegularExpression", GARBAGE, "in step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_world_that_blocks_its_process_is_named_with_the_line_where_it_stands(name, promise, detail):
+    report = examine(f"{HERE}:{name}", episodes=2, timeout_s=1.0, others=0)
+    assert [finding.name for finding in report.broken] == [promise], str(report)
+    assert f"{HERE}, line " in detail_of(report, promise) and detail in detail_of(report, promise)
+
+
+def test_a_world_that_hangs_at_its_import_is_named_with_the_line(tmp_path):
+    (tmp_path / "waits.py").write_text("import threading\nthreading.Event().wait()\n")
+    report = examine(f"{tmp_path}/waits.py:World", import_s=1.0)
+    assert [finding.name for finding in report.broken] == [MADE]
+    assert detail_of(report, MADE) == f"has not returned for 1 s: {tmp_path}/waits.py, line 2, in <module>"
+
+
+def test_a_world_that_ends_its_process_is_a_finding():
+    report = examine(f"{HERE}:EndsTheProcess", episodes=2, others=0)
+    assert detail_of(report, RUNS).startswith("its process has ended with exit code 3")
+
+
+def test_a_world_in_a_process_of_its_own_is_found_as_good_as_here_and_told_as_it_goes():
+    shown = []
+    report = examine(f"{HERE}:Desk", episodes=2, others=1, show=shown.append)
+    assert report.ok and status_of(report)[ELSEWHERE] == "ok" and tuple(shown) == PROMISES, str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("frozen_lak", {}, "Did you mean 'frozen_lake'"),
+        ("guess", {"hihg": 3}, "no option 'hihg'"),
+        ("guess", {"high": 1}, "high"),
+    ],
+)
+def test_a_world_that_is_not_there_is_one_line_and_no_finding(name, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        examine(name, options)
+
+
+# -- the player ------------------------------------------------------------------------------------------------------
 
 
 def test_the_players_score_is_reproducible():
@@ -208,9 +275,9 @@ def test_the_players_score_is_reproducible():
     assert player_score(world, n=50, noise=0.3) != player_score(world, n=50, noise=0.3, split="heldout")
 
 
-def test_a_score_without_a_player_or_of_a_broken_world_is_an_error_and_not_zero():
-    with pytest.raises(ConfigError, match="Good has no scripted player"):
-        player_score(Good, n=1)
+def test_a_score_without_a_player_or_of_a_broken_world_is_an_error_and_not_zero(strangers):
+    with pytest.raises(ConfigError, match="Newcomer has no scripted player"):
+        player_score(strangers.Newcomer, n=1)
     with pytest.raises(EnvironmentFailed):
         player_score(find("echo"), {"fail": 1.0}, n=1)
 

@@ -571,3 +571,48 @@ def test_what_comes_back_can_be_encoded(kind):
     assert asyncio.run(one_step(kind(lambda text: "é \ud800"))).text == "é ?"
     with pytest.raises(InvalidAction, match=r"^é \?$"):
         asyncio.run(one_step(kind(raises(ValueError("é \ud800")))))
+
+
+class Telling(Sync):
+    def __init__(self, state):
+        super().__init__()
+        self.told = state
+
+    def state(self):
+        return self.told()
+
+
+class TellingLater(Telling):
+    async def state(self):
+        return self.told()
+
+
+async def state_of(world):
+    driver = Driver(world)
+    try:
+        await driver.reset(TASK)
+        found = await driver.state()
+    finally:
+        turn = await driver.step("hi")  # whatever came of it, the episode goes on
+        await driver.close()
+    assert turn.text == "hi"
+    return found
+
+
+@pytest.mark.parametrize("kind", [Telling, TellingLater])
+def test_a_state_is_what_json_can_say_of_any_kind_of_world(kind):
+    assert asyncio.run(state_of(kind(lambda: {"at": (1, 2), "seen": {3}}))) == {"at": [1, 2], "seen": [3]}
+
+
+@pytest.mark.parametrize("kind", [Telling, TellingLater])
+@pytest.mark.parametrize("state", [lambda: {"at": object()}, lambda: {"p": float("nan")}, lambda: [1], lambda: {}["gone"]])
+def test_a_state_that_is_none_fails_with_its_name(kind, state):
+    with pytest.raises(EnvironmentFailed, match=r"Telling(Later)?\.state \(task train/118, seed 9\)"):
+        asyncio.run(state_of(kind(state)))
+
+
+def test_without_a_state_of_its_own_a_world_tells_its_key_also_if_it_uses_the_name():
+    world = Sync()
+    assert asyncio.run(state_of(world)) == {}
+    world.state, world.state_key = "begun", lambda: "a"
+    assert asyncio.run(state_of(world)) == {"state_key": "a"}

@@ -1,0 +1,192 @@
+"""The same episodes in other processes: with other hash seeds, and so other orders of sets, and other addresses.
+
+`Others` starts the processes and compares; `main` is what runs in each. A process is asked by one JSON object on its
+standard input and answers with one on its standard output; what a world prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from troupe.envs import registry
+from troupe.envs.base import TextWorld, ToolCall
+from troupe.envs.check.episodes import Action, Episode, plain, play, replayed
+from troupe.envs.drive import Driver
+from troupe.protocol.errors import TroupeError
+
+_START = "from troupe.envs.check.{} import main; main()"
+_SLACK_S = 60.0
+
+
+def name_of(world: type[TextWorld]) -> str:
+    """A name under which another process finds the class; empty if there is none."""
+    if "<locals>" in world.__qualname__:
+        return ""
+    try:
+        file = Path(inspect.getfile(world)).resolve()
+    except (OSError, TypeError):
+        return ""
+    place = world.__module__ if (file.parent / "__init__.py").exists() else str(file)
+    return f"{place}:{world.__qualname__}"
+
+
+def started(module: str, *, folder: str = "", hash_seed: int | None = None, quiet: bool = False) -> subprocess.Popen[bytes]:
+    """A Python process that runs `main` of a module beside this one, and finds the modules that this one finds."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path}
+    if folder:
+        environment["TMPDIR"] = folder
+    if hash_seed is not None:
+        environment["PYTHONHASHSEED"] = str(hash_seed)
+    return subprocess.Popen(
+        [sys.executable, "-c", _START.format(module)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if quiet else None,
+        env=environment,
+        start_new_session=True,  # so that a whole family can be ended, and Ctrl-C reaches only the one who asked
+    )
+
+
+def mute() -> int:
+    """Standard output for answers alone: its number. What is printed from now on goes to standard error."""
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    return answers
+
+
+class Others:
+    """Other processes with the same world. folder: for temporary files. They live until `close`."""
+
+    def __init__(self, world: type[TextWorld], options: Mapping[str, Any], count: int, folder: str, timeout_s: float) -> None:
+        self._name, self._options, self._timeout_s = name_of(world), dict(options), timeout_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        if self._name:
+            seeds = range(1, count + 1)
+            self._processes = [started("others", folder=folder, hash_seed=seed, quiet=True) for seed in seeds]
+
+    @property
+    def missing(self) -> str:
+        """Why there are none; empty if there are."""
+        if self._processes:
+            return ""
+        return "not asked for" if self._name else "another process cannot find this class: define it in a file or a module"
+
+    async def differ(self, played: list[Episode], seconds: float) -> str:
+        """How the episodes came out otherwise elsewhere; empty if they did not. seconds: that they took here.
+
+        Raises TimeoutError if a process does not answer; its driver would have named a world that hangs.
+        """
+        request = {
+            "name": self._name,
+            "options": self._options,
+            "timeout_s": self._timeout_s,
+            "episodes": [
+                {"split": e.task.split, "index": index, "turns": e.turns, "actions": [_written(a) for a in e.actions]}
+                for index, e in enumerate(played)
+            ],
+        }
+        try:
+            text = json.dumps(request).encode()
+        except (TypeError, ValueError) as error:
+            return f"what the player or the options say is no JSON: {error}"
+        limit = _SLACK_S + self._timeout_s + 5 * seconds
+        answers = await asyncio.gather(*(asyncio.to_thread(_asked, process, text, limit) for process in self._processes))
+        return next((found for found in (_compared(played, answer) for answer in answers) if found), "")
+
+    def close(self) -> None:
+        """Ends them."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None and not pipe.closed:
+                    pipe.close()
+
+
+def _asked(process: subprocess.Popen[bytes], text: bytes, limit: float) -> dict[str, Any]:
+    try:
+        answer, _ = process.communicate(text, timeout=limit)
+        found: dict[str, Any] = json.loads(answer)
+        return found
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"another process has not answered for {limit:.0f} s") from None
+    except (ValueError, OSError):
+        return {"error": f"it died with exit code {process.returncode}"}
+
+
+def _compared(played: list[Episode], answer: dict[str, Any]) -> str:
+    if "error" in answer:
+        return str(answer["error"])
+    for episode, (task, seen) in zip(played, answer["episodes"], strict=True):
+        if task != plain(asdict(episode.task)):
+            return f"task {episode.task.id}: {_cut(plain(asdict(episode.task)))} here, {_cut(task)} there"
+        found = difference(plain(episode.seen), seen)
+        if found:
+            return f"task {episode.task.id}, seed {episode.task.seed}: {found[0]} here, {found[1]} there"
+    return ""
+
+
+def difference(was: list[Any], now: list[Any]) -> tuple[str, str] | None:
+    """The first place where two records differ, in few words; None if they are equal."""
+    if was == now:
+        return None
+    for one, other in zip(was, now, strict=False):
+        if one != other:
+            return _apart(str(one), str(other))
+    longer = "nothing more"
+    return (_cut(was[len(now)]), longer) if len(was) > len(now) else (longer, _cut(now[len(was)]))
+
+
+def _apart(one: str, other: str) -> tuple[str, str]:
+    """The two texts around where they begin to differ."""
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    begin = max(0, same - 40)
+    return _cut(("…" if begin else "") + one[begin:]), _cut(("…" if begin else "") + other[begin:])
+
+
+def _cut(value: Any) -> str:
+    return str(value)[:80]
+
+
+def _written(action: Action) -> Any:
+    return action if isinstance(action, str) else [action.name, action.arguments]
+
+
+# -- in the other process --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answers one request, and is gone at once, whatever the world has started."""
+    answers = mute()
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        found: dict[str, Any] = {"episodes": asyncio.run(_replay(request))}
+    except (TroupeError, IndexError) as error:
+        found = {"error": "an episode went on where it had ended" if isinstance(error, IndexError) else str(error)}
+    with open(answers, "wb") as file:
+        file.write(json.dumps(found).encode())
+    os._exit(0)
+
+
+async def _replay(request: dict[str, Any]) -> list[Any]:
+    world = registry.find(request["name"])
+    found = []
+    for asked in request["episodes"]:
+        driver = Driver(registry.make(world, request["options"]), timeout_s=request["timeout_s"])
+        actions = [action if isinstance(action, str) else ToolCall(*action) for action in asked["actions"]]
+        task = world.task(asked["split"], asked["index"])
+        episode = await play(driver, task, replayed(actions), asked["turns"])
+        await driver.close()
+        found.append([plain(asdict(task)), plain(episode.seen)])
+    return found
