@@ -320,7 +320,7 @@ class Driver:
         turn.parts = {
             _encodable(str(name)): finite(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
         }
-        turn.done = bool(turn.done)
+        turn.done, turn.truncated = bool(turn.done), bool(turn.truncated)
         turn.success = None if turn.success is None else bool(turn.success)
         return turn
 

@@ -97,6 +97,8 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
                 raise ConfigError(f"{name} has no option '{option}'.{hint}")
     try:
         return world(**options)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {_line(error)}") from error
     except Exception as error:  # user code: it may raise anything
