@@ -92,6 +92,7 @@ class GymnasiumWorld(TextWorld):
         threshold = self.env.spec.reward_threshold if self.env.spec else None
         self.success_at = threshold if success_at is None else float(success_at)
         self.key = printer(self.env.observation_space, where) if recurs(self.env.observation_space) else None
+        self.recurring = self.split_by == "seed"
         self.seed = 0
         self.seen: Any = None
         self.total = 0.0

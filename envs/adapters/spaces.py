@@ -9,7 +9,7 @@ Promises:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from troupe.protocol.errors import ConfigError, InvalidAction
 LARGEST = 256
 """Numbers of one array that are printed."""
 _TOLD = 40  # names of actions that a message lists
+_NUMBER = re.compile(r"(?<![\w.])-?[0-9]{1,9}(?!\w|\.[0-9])")
 
 
 def printer(space: Any, where: str) -> Callable[[Any], str]:
@@ -58,6 +59,13 @@ def recurs(space: Any) -> bool:
     return isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
+def mentioned(message: str, names: Mapping[str, int]) -> set[int]:
+    """The values of those `names`, in lower case, that `message` holds as whole words, in whatever case."""
+    longest = sorted(names, key=len, reverse=True)
+    pattern = r"(?<!\w)(?:" + "|".join(map(re.escape, longest)) + r")(?!\w)"
+    return {names[found.lower()] for found in re.findall(pattern, message, re.IGNORECASE) if found.lower() in names}
+
+
 class Named:
     """Actions of a Discrete space. names: one for each, in the space's order; none: its numbers are the names."""
 
@@ -71,9 +79,6 @@ class Named:
         if len(self._at) != n or not all(name.strip() for name in self.names):
             raise ConfigError(f"{where}: names of actions are different from each other, whatever their case, and not empty")
         self._numbers = dict(zip(numbers, range(first, first + n), strict=True))
-        longest = sorted(self._at, key=len, reverse=True)
-        self._name = re.compile(r"(?<!\w)(?:" + "|".join(map(re.escape, longest)) + r")(?!\w)", re.IGNORECASE)
-        self._number = re.compile(r"(?<![\w.])-?[0-9]{1,9}(?![\w]|\.[0-9])")
 
     @property
     def told(self) -> str:
@@ -84,8 +89,8 @@ class Named:
 
     def read(self, message: str) -> int:
         """The action that `message` names. Raises InvalidAction if it is none, or more than one."""
-        said = {self._at[found.lower()] for found in self._name.findall(message) if found.lower() in self._at}
-        said = said or {self._numbers[found] for found in self._number.findall(message) if found in self._numbers}
+        said = mentioned(message, self._at)
+        said = said or {self._numbers[found] for found in _NUMBER.findall(message) if found in self._numbers}
         if len(said) != 1:
             raise InvalidAction(f"name one of: {self.told}")
         return said.pop()
