@@ -38,6 +38,7 @@ BUILT_IN = {
     "sokoban": "troupe.envs.sokoban:Sokoban",
     "stockroom": "troupe.envs.stockroom:Stockroom",
     "swe_patch": "troupe.envs.swe_patch:SwePatch",
+    "textworld": "troupe.envs.adapters.textworld:Quests",
     "tool_calls": "troupe.envs.tool_calls:ToolCalls",
 }
 PREFIXES = {
