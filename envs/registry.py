@@ -33,6 +33,7 @@ BUILT_IN = {
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
     "math_code": "troupe.envs.math_code:MathCode",
+    "miniwob": "troupe.envs.adapters.miniwob:MiniWob",
     "search": "troupe.envs.search:Search",
     "shop": "troupe.envs.shop:Shop",
     "sokoban": "troupe.envs.sokoban:Sokoban",

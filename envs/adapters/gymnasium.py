@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 from troupe.envs.adapters import pictures, tabular
+from troupe.envs.adapters.openings import opening_of
 from troupe.envs.adapters.spaces import Named, printer, reader, recurs
-from troupe.envs.base import SPLITS, Task, TextWorld, Turn, belongs, rng_of
-from troupe.protocol.errors import ConfigError, EnvironmentFailed, TaskFailed, nearest
+from troupe.envs.base import Task, TextWorld, Turn, rng_of
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, nearest
 
 if TYPE_CHECKING:
     import gymnasium
@@ -41,8 +42,6 @@ NAMES = {
 """What Gymnasium's own documentation calls the actions, in their order."""
 
 _MOST_TURNS = 64  # where the environment itself names no limit
-_DRAWS = 500
-_ALIKE = 16  # openings that are equal before all are taken to be so
 _QUICK = ("gymnasium.envs.toy_text", "gymnasium.envs.classic_control")  # microseconds a step
 
 Player = Callable[[Any, random.Random], Any]
@@ -101,18 +100,14 @@ class GymnasiumWorld(TextWorld):
     # -- the world ---------------------------------------------------------------------------------------------------
 
     def reset(self, task: Task) -> str:
-        if task.split not in SPLITS:
-            raise TaskFailed(f"unknown split '{task.split}': it is one of {', '.join(SPLITS)}")
-        openings = set()
-        for draw in range(1, _DRAWS + 1):
-            self.seed = self.rng.getrandbits(31)
-            self.seen, _ = self.env.reset(seed=self.seed)
-            self.total, opening = 0.0, self._shown()
-            openings.add(opening)
-            alike = draw == _ALIKE and len(openings) == 1
-            if self.split_by == "seed" or alike or belongs(opening, task.split):
-                return f"{opening}\nactions: {self.actions.told}"
-        raise TaskFailed(f"no {task.split} task in {_DRAWS} draws, only {len(openings)} openings: set split_by = 'seed'")
+        self.total = 0.0
+        opening = opening_of(task.split, self._drawn, self.split_by == "seed")
+        return f"{opening}\nactions: {self.actions.told}"
+
+    def _drawn(self) -> str:
+        self.seed = self.rng.getrandbits(31)
+        self.seen, _ = self.env.reset(seed=self.seed)
+        return self._shown()
 
     def step(self, text: str) -> Turn:
         action = self.actions.read(text)
