@@ -85,15 +85,16 @@ def needs() -> str:
 
 
 class Browser:
-    """A Chromium, its driver and their warden. Raises ConfigError if it is not installed, EnvironmentFailed if it won't start."""
+    """A Chromium, its driver and their warden. Raises ConfigError where it is missing, EnvironmentFailed if it won't start."""
 
     def __init__(self) -> None:
-        if missing := needs():
-            raise ConfigError(f"a browser needs {missing}")
+        programs = _programs()
+        if not programs or needs():
+            raise ConfigError(f"a browser needs {needs()}")
         self.pid, self.broken = os.getpid(), False
         self._lock, self._current, self._idle, self._open = RLock(), "", list[str](), 0
         folder = tempfile.mkdtemp(prefix="troupe-chromium-")
-        driver, chromium = _programs()
+        driver, chromium = programs
         self._warden = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _WARDEN, folder, driver, "--port=0"],
             stdin=subprocess.PIPE,
@@ -223,10 +224,10 @@ def shutdown() -> None:
         _browser = None
 
 
-def _programs() -> tuple[str, str] | tuple[()]:
+def _programs() -> tuple[str, str] | None:
     driver = shutil.which("chromedriver")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    return (driver, chromium) if driver and chromium else ()
+    return (driver, chromium) if driver and chromium else None
 
 
 def _port(warden: subprocess.Popen[bytes]) -> int:

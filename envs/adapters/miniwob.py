@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from troupe.protocol.errors import ConfigError, EnvironmentFailed, nearest
 
 _ACTION = re.compile(r"\b(click|type)\(\s*([0-9]{1,6})\s*(?:,\s*(.*?)\s*)?\)(?![^\n]*\))", re.IGNORECASE)
 _TEXT = 200  # characters that are typed, or shown of one element
+_READ = 2_000  # characters of a message that are looked at
 _LINES = 120  # elements that are shown
 _ENDLESS_MS = 2_000_000_000  # the page's own time limit: turns are what is limited here
 _READY_S = 10.0
@@ -83,7 +85,7 @@ class MiniWob(TextWorld):
 
     def step(self, text: str) -> Turn:
         assert self.browser is not None
-        found = _ACTION.search(text)
+        found = _ACTION.search(text[:_READ])
         if found is None:
             raise InvalidAction("say click(NUMBER) or type(NUMBER, TEXT)")
         verb, ref, words = found[1].lower(), int(found[2]), found[3]
@@ -199,7 +201,7 @@ def _planned(asked: str, elements: Sequence[Mapping[str, Any]]) -> str | None:
         return next(fits, None)
 
     def click(element: Mapping[str, Any] | None) -> str | None:
-        return element and f"click({element['ref']})"
+        return f"click({element['ref']})" if element else None
 
     quoted = re.search(r'"(.*?)"', asked)
     if asked.startswith("Enter ") and quoted and (field := first("input_text")):
@@ -214,7 +216,7 @@ def _planned(asked: str, elements: Sequence[Mapping[str, Any]]) -> str | None:
 
 def _unchecked(wanted: set[str], elements: Sequence[Mapping[str, Any]]) -> str | None:
     """A click on a box that is to be checked and is not. Its name follows it as text."""
-    for box, name in zip(elements, elements[1:], strict=False):
+    for box, name in pairwise(elements):
         if box["tag"].lower() == "input_checkbox" and not box["value"] and (name["text"] or "").strip() in wanted:
             return f"click({box['ref']})"
     return None
