@@ -10,9 +10,10 @@ from troupe.envs.adapters.textworld import Quests, _made
 from troupe.envs.check import check, player_score
 from troupe.protocol.errors import ConfigError, InvalidAction
 
-pytestmark = pytest.mark.skipif(
+needs_package = pytest.mark.skipif(
     find_spec("textworld") is None, reason="the package textworld is missing: pip install 'troupe-rl[textworld]'"
 )
+pytestmark = [needs_package, pytest.mark.slow]  # to import it takes seconds
 SMALL = {"rooms": 2, "objects": 3, "quest": 2, "games": 3}
 
 
@@ -23,7 +24,6 @@ def opened(index=0, split="train", **options):
     return world, world.reset(task)
 
 
-@pytest.mark.slow
 def test_it_conforms():
     report = check(Quests, {"games": 3}, episodes=3)
     assert report.ok, str(report)
