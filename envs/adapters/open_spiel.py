@@ -2,7 +2,8 @@
 
 Promises:
 - the agent has one seat; the others, and chance, move by `self.rng`, so a task is the same luck for whoever plays it;
-- the agent is shown what its seat may know, and the names of its legal moves; anything else is invalid and costs no move;
+- the agent is shown what its seat may know, and the names of its legal moves; anything else is invalid and costs no move,
+  but patience ends: who goes on so has given the game up, at the lowest return there is, so that stalling never beats losing;
 - the reward is what OpenSpiel says the seat returns: at the end, or move by move in games that pay so;
 - simultaneous games are played in turns, in which nobody is shown what the others have just chosen.
 """
@@ -29,13 +30,14 @@ class OpenSpielWorld(TextWorld):
 
     seat: the agent's, from 0; -1: drawn by the task. opponent: who has the other seats, "random" or "rollout".
     rollouts: games that are played at random for each of its legal moves by a rollout player, which takes the move that
-    returned the most; it sees what is hidden. The scripted player is one, too.
+    returned the most; it sees what is hidden. The scripted player is one, too. patience: messages of a game that are no legal
+    move and are told so; the next one gives the game up.
     """
 
     game: ClassVar[Any] = None
     recurring = True
 
-    def __init__(self, seat: int = 0, opponent: str = "random", rollouts: int = 8) -> None:
+    def __init__(self, seat: int = 0, opponent: str = "random", rollouts: int = 8, patience: int = 2) -> None:
         players = self.game.num_players()
         if not -1 <= seat < players:
             raise ValueError(f"seat is {seat}; it is 0 to {players - 1}, or -1 for any")
@@ -43,6 +45,9 @@ class OpenSpielWorld(TextWorld):
             raise ValueError(f"opponent is '{opponent}'; it is one of {', '.join(OPPONENTS)}.{nearest(opponent, OPPONENTS)}")
         if not 1 <= rollouts <= 1000:
             raise ValueError(f"rollouts is {rollouts}; it is 1 to 1000")
+        if not 0 <= patience <= 1000:
+            raise ValueError(f"patience is {patience}; it is 0 to 1000")
+        self.patience, self.illegal = patience, 0
         self.wanted, self.opponent, self.rollouts = seat, opponent, rollouts
         self.seat, self.state, self.paid = 0, self.game.new_initial_state(), 0.0
         kind = self.game.get_type()
@@ -54,6 +59,7 @@ class OpenSpielWorld(TextWorld):
     def reset(self, task: Task) -> str:
         players = self.game.num_players()
         self.seat = self.rng.randrange(players) if self.wanted < 0 else self.wanted
+        self.illegal = 0
         for _ in range(_DEALS):
             self.state, self.paid = self.game.new_initial_state(), 0.0
             self._others_move()
@@ -65,6 +71,9 @@ class OpenSpielWorld(TextWorld):
         legal = self._legal()
         said = mentioned(text, {name.lower(): action for name, action in legal.items()})
         if len(said) != 1:
+            self.illegal += 1
+            if self.illegal > self.patience:
+                return Turn("you have given the game up", float(self.game.min_utility()) - self.paid, done=True, success=False)
             raise InvalidAction(f"name one of your legal moves: {_listed(legal)}")
         self.state.apply_action(said.pop())
         self._others_move()
