@@ -84,7 +84,8 @@ def from_flags(env: str, overrides: list[str]) -> RunConfig:
     data = copy.deepcopy(_PRETRAINED if pretrained else _FROM_NOTHING)
     if not pretrained and world.play is not TextWorld.play:
         data["cold_start"] = dict(_COLD_START)
-    data["name"] = world.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", world.__name__).lower()
+    named = world.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", world.__name__).lower()
+    data["name"] = re.sub(r"[^\w.-]+", "_", named)  # a run's folder is called so
     for override in overrides:
         toml.override(data, override)
     return toml.validate(RunConfig, data, "the command line")

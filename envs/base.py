@@ -32,7 +32,8 @@ class Turn:
     """What came back from one action.
 
     text: the observation. reward: of this step. parts: named parts of the reward, if it has any. done: the episode is
-    over by the world's own rules. success: the world's verdict when done (None: derived as `reward > 0`).
+    over by the world's own rules. success: the world's verdict when done (None: derived as `reward > 0`). truncated: it is
+    over by a limit that the world has set itself, not by its rules; `done` has to say so as well.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Turn:
     done: bool = False
     success: bool | None = None
     parts: dict[str, float] = field(default_factory=dict)
+    truncated: bool = False
 
 
 class ToolCall(NamedTuple):
@@ -64,6 +66,10 @@ class TextWorld:
     inline: ClassVar[bool] = False
     """Synchronous methods take microseconds and never block: they are called on the event loop itself, which saves a
     thread hand-over a turn but cannot be timed out. Leave it False for anything that does input or output."""
+
+    recurring: bool = False
+    """Different tasks may open alike: what their seeds tell apart is luck that comes later, and that is all a held-out one
+    has of its own. The check then cannot tell the splits apart."""
 
     rng: random.Random
     """Seeded from the task before each `reset`."""

@@ -37,7 +37,7 @@ Status = Literal["completed", "failed", "cancelled"]
 Kind = Literal["train", "eval"]
 StopReason = Literal[
     "terminated",  # the world, or the agent's own program, said that the episode is over
-    "max_turns",  # the agent used up its turns
+    "max_turns",  # the agent used up its turns, or the world's own limit of them
     "max_tokens",  # the trajectory used up its tokens
     "context_window",  # the next turn would not fit into the model's context
     "max_tool_calls",  # the agent used up its tool calls

@@ -77,13 +77,19 @@ class Outcome:
         """Return: the sum of the steps' rewards."""
         return float(sum(step.reward for step in self.steps))
 
+    @property
+    def over(self) -> bool:
+        """Has the world ended the episode?"""
+        return bool(self.steps) and (self.steps[-1].terminated or self.steps[-1].truncated)
+
     def credit(self, turn: Turn) -> None:
         """Adds what the world gave to the latest step. A success, once told, is not taken back by silence."""
         step = self.steps[-1]
         step.reward += float(turn.reward)
         for name, value in turn.parts.items():
             step.parts[name] = step.parts.get(name, 0.0) + value
-        step.terminated = step.terminated or turn.done
+        step.terminated = step.terminated or (turn.done and not turn.truncated)
+        step.truncated = step.truncated or (turn.done and turn.truncated)
         if turn.success is not None:
             self.success = turn.success
         elif turn.done and self.success is None:
@@ -139,10 +145,11 @@ class Stage:
         return reply
 
     async def conclude(self, stop: StopReason) -> None:
-        """Ends the episode with `stop`. The world is asked for its verdict unless it has ended the episode itself."""
+        """Ends the episode with `stop` (a limit of the world's own is "max_turns"). The world is asked for its verdict
+        unless it has ended the episode itself."""
         outcome = self.outcome
-        outcome.stop = stop
-        if not outcome.steps or outcome.steps[-1].terminated:
+        outcome.stop = "max_turns" if outcome.steps and outcome.steps[-1].truncated else stop
+        if not outcome.steps or outcome.over:
             outcome.success = bool(outcome.success)
             return
         verdict = await self.driver.verify()

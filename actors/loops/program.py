@@ -201,7 +201,7 @@ def program(path: str) -> Loop:
         if isinstance(stopped, LimitReached):
             await stage.conclude(stopped.stop)
             return
-        if isinstance(answer, str) and not (steps and steps[-1].terminated):
+        if isinstance(answer, str) and not stage.outcome.over:
             if not steps:
                 steps.append(Step(state_key=stage.driver.state_key()))
             try:

@@ -298,6 +298,24 @@ async def test_no_success_before_a_limit_is_no_success(renderings):
     assert (played.outcome.stop, played.outcome.success, played.outcome.reward) == ("max_turns", False, 0.0)
 
 
+class Hourglass(TextWorld):
+    """Ends by a limit of its own."""
+
+    def reset(self, task: Task) -> str:
+        return "go"
+
+    def step(self, text: str) -> Turn:
+        return Turn("time is up", reward=0.5, done=True, success=text == "7", truncated=True)
+
+
+@pytest.mark.parametrize("said", ["7", "8"])
+async def test_an_episode_that_the_world_truncates_is_truncated_and_keeps_the_worlds_verdict(renderings, said):
+    played = await play(text, Hourglass(), renderings["tiny"], [said])
+    (step,) = played.outcome.steps
+    assert (step.terminated, step.truncated, played.outcome.stop) == (False, True, "max_turns")
+    assert (played.outcome.success, played.outcome.reward) == (said == "7", 0.5)
+
+
 async def test_an_invalid_action_costs_a_turn_and_is_told(renderings):
     played = await play(text, Counter(turns=2), renderings["tiny"], ["nonsense", "x"])
     assert [step.invalid for step in played.outcome.steps] == [True, False]
