@@ -351,5 +351,5 @@ class _Suite:
                 return False, str(error)
             if error is not None:
                 raise error
-        left = [t.name for t in set(threading.enumerate()) - before if not t.name.startswith("world-")]
+        left = [t.name for t in set(threading.enumerate()) - before if not t.name.startswith(("world-", "asyncio_"))]
         return not left, f"still running: {', '.join(sorted(left))}" if left else ""
