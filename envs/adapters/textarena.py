@@ -239,7 +239,7 @@ class TextArena(TextWorld):
 
 
 def _begun(name: str, players: int, seed: int, options: dict[str, Any]) -> tuple[Any, Any]:
-    """A game, and the same without its wrappers: those show all of the history in each turn, which a conversation has already."""
+    """A game, and the same without its wrappers, which show all of the history in each turn: a conversation has it already."""
     import textarena
 
     env = textarena.make(name, **options)

@@ -1,4 +1,4 @@
-"""Moves of some games of TextArena for several: all that could be legal, by the class of the game. Whether one is, the game says."""
+"""Moves of some games of TextArena for several: all that could be legal, by the class of the game. The game says which are."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ The agent reads a task's prompt and answers; what that is worth say the task's o
 agent's tools, called in this process. Where the taskset brings an environment with one agent and a user who answers, that
 environment's `run` leads the conversation.
 
-What is used of verifiers: the plugin loader, `Taskset`, `Task.score`, `Trace` and its messages, `Toolset`, and of an environment
-`run` and `finalize`. Not used: harnesses, runtimes, clients, servers.
+What is used of verifiers: the plugin loader, `Taskset`, `Task.score`, `Trace` and its messages, `Toolset`, and of an
+environment `run` and `finalize`. Not used: harnesses, runtimes, clients, servers.
 
 Promises:
 - a task is of one split only, by the digest of what it says (`belongs`);
-- what a taskset needs and a world has not (a container, a runtime for its rewards, hooks that stop or rewrite model calls, several
-  agents) is refused when the world is made, in one sentence;
+- what a taskset needs and a world has not (a container, a runtime for its rewards, hooks that stop or rewrite model calls,
+  several agents) is refused when the world is made, in one sentence;
 - a reward that was not computed has broken the episode. A total reward of `success_at` or more is a success.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,7 +37,7 @@ _LIMIT = 10_000
 
 
 def world(name: str) -> type[TextWorld]:
-    """The world of the taskset `name`. Raises ConfigError: not installed, no such taskset, or one that needs what no world has."""
+    """The world of the taskset `name`. Raises ConfigError: not installed, no such taskset, or one that needs more than that."""
     try:
         import verifiers.v1 as vf
     except ImportError as error:
@@ -115,6 +115,15 @@ class _Base(TextWorld):
         task = rng.choice(self._tasks) if rng.random() < noise else self._task
         answer = getattr(task.data, "answer", None)
         return answer if isinstance(answer, str) else None
+
+    @classmethod
+    def corpus(cls) -> Iterator[str]:
+        try:
+            tasks = cls()._tasks
+        except ValueError:  # it has options without a default
+            return
+        for task in tasks[:256]:
+            yield "\n".join((task.data.system_prompt or "", task.data.prompt_text, getattr(task.data, "answer", None) or ""))
 
 
 class Verifiers(_Base):

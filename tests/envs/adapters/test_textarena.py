@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -76,8 +77,8 @@ def test_episodes_that_are_played_at_once_are_those_played_alone() -> None:
 def test_another_process_plays_the_same() -> None:
     code = (
         "import asyncio, hashlib, sys; sys.path.insert(0, sys.argv[1]); from test_textarena import episode\n"
-        "print(hashlib.sha256(repr([asyncio.run(episode(n, 1)) for n in ('Sudoku-v0-very-easy', 'KuhnPoker-v0', 'Mastermind-v0')])"
-        ".encode()).hexdigest())"
+        "seen = [asyncio.run(episode(n, 1)) for n in ('Sudoku-v0-very-easy', 'KuhnPoker-v0', 'Mastermind-v0')]\n"
+        "print(hashlib.sha256(repr(seen).encode()).hexdigest())"
     )
     here = __file__.rpartition("/")[0]
     said = {
@@ -86,7 +87,7 @@ def test_another_process_plays_the_same() -> None:
             capture_output=True,
             text=True,
             check=True,
-            env={**__import__("os").environ, "PYTHONHASHSEED": seed},
+            env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }
