@@ -65,6 +65,10 @@ class TextWorld:
     """Synchronous methods take microseconds and never block: they are called on the event loop itself, which saves a
     thread hand-over a turn but cannot be timed out. Leave it False for anything that does input or output."""
 
+    recurring: bool = False
+    """Different tasks may open alike: what their seeds tell apart is luck that comes later, and that is all a held-out one
+    has of its own. The check then cannot tell the splits apart."""
+
     rng: random.Random
     """Seeded from the task before each `reset`."""
 

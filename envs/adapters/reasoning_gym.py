@@ -79,7 +79,7 @@ class ReasoningGym(TextWorld):
     def reset(self, task: Task) -> str:
         for _ in range(_DRAWS):
             entry = self._drawn(self.rng, task.split)
-            if belongs(entry["question"], task.split):
+            if belongs(entry["question"], task.split) and self._readable(entry["answer"]):
                 self._entry = entry
                 return str(entry["question"])
         raise TaskFailed(f"no question of split '{task.split}' in {_DRAWS} draws: the dataset is too small for its options")
@@ -89,7 +89,7 @@ class ReasoningGym(TextWorld):
         if not marked:
             raise InvalidAction("write the answer between <answer> and </answer>")
         answer = marked[-1].strip()
-        if (self.dataset in DATA and not _is_data(answer)) or (self.dataset in ARITHMETIC and not _is_arithmetic(answer)):
+        if not self._readable(answer):
             raise InvalidAction("the answer cannot be read: it has to be plain numbers, lists or arithmetic")
         score = self._score(answer)
         return Turn(f"score {score:g}", score, done=True, success=score >= 1.0)
@@ -117,6 +117,11 @@ class ReasoningGym(TextWorld):
         with _generating:
             found: dict[str, Any] = self._data[index]
         return found
+
+    def _readable(self, answer: str | None) -> bool:
+        if answer is None:
+            return True
+        return (self.dataset not in DATA or _is_data(answer)) and (self.dataset not in ARITHMETIC or _is_arithmetic(answer))
 
     def _score(self, answer: str) -> float:
         try:

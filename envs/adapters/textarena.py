@@ -7,7 +7,8 @@ Promises:
 - an episode depends on its task only, however many are played at the same time in one process: TextArena draws from Python's
   global `random`, so its modules are given a stand-in which draws from the chance of the game that is being called;
 - a move that the game refuses, and lets be repeated, is an invalid action; what the game pays at its end is the reward;
-- an opening, hidden parts included, is of one split only. Where all openings are the same, the splits differ in their chance;
+- an opening, hidden parts included, is of one split only. Where there are too few for that, the splits differ in chance alone
+  (`recurring`);
 - a game that would download word lists or ask a model over the network is refused, and nothing is printed.
 """
 
@@ -28,11 +29,11 @@ from typing import Any, ClassVar
 
 from troupe.envs.adapters.textarena_moves import MOVES
 from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, belongs
-from troupe.protocol.errors import ConfigError, EnvironmentFailed, TaskFailed, TroupeError, nearest
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, TroupeError, nearest
 from troupe.protocol.importing import module_at
 
 _READ = 2_000  # characters of a message that a game is given
-_DRAWS = 200
+_DRAWS = 64
 _SAME = 8  # openings in a row that are the same, until all are taken to be
 _OTHERS = 200  # moves of other seats in a row
 _TURNS = 40  # of a game that has no limit of its own
@@ -109,15 +110,19 @@ class TextArena(TextWorld):
         openings = set()
         for draw in range(_DRAWS):
             seed = self.rng.randrange(2**31)
-            self._chance = random.Random(seed)
-            self._env, self._base = self._called(lambda: _begun(self.game, self._players, seed, self._options))  # noqa: B023
+            self._begin_game(seed)
             opening = _plain(vars(self._base))
             openings.add(opening)
-            if belongs(opening, task.split) or (draw >= _SAME and len(openings) == 1):
-                self._board = ""
-                self._others()
-                return self._told()
-        raise TaskFailed(f"no opening of split '{task.split}' in {_DRAWS} draws")
+            if belongs(opening, task.split):
+                break
+            if draw >= _SAME and len(openings) == 1:
+                self.recurring = True
+                break
+        else:
+            self.recurring = True
+        self._board = ""
+        self._others()
+        return self._told()
 
     def step(self, text: str) -> Turn:
         if len(text) > _READ:
@@ -229,6 +234,10 @@ class TextArena(TextWorld):
                 raise
             except Exception as error:
                 raise EnvironmentFailed(f"{self.name} raised {type(error).__name__}: {str(error)[:500]}") from error
+
+    def _begin_game(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._env, self._base = self._called(lambda: _begun(self.game, self._players, seed, self._options))
 
     def _told(self) -> str:
         """What the agent has not been told yet."""

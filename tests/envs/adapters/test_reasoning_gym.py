@@ -41,7 +41,9 @@ def test_a_dataset_is_a_good_world_whose_player_knows_the_answers(name: str) -> 
 
 
 def test_options_are_those_of_the_dataset() -> None:
-    assert len(begun("basic_arithmetic", min_terms=6, max_terms=6)._entry["metadata"]["expression"].split()) >= 11
+    assert (
+        len(begun("basic_arithmetic", min_terms=6, max_terms=6, operators=["+"])._entry["metadata"]["expression"].split()) >= 11
+    )
     for options, reason in (
         ({"min_term": 2}, "no option 'min_term'. Did you mean 'min_terms'?"),
         ({"min_terms": -1}, "min_terms must be positive"),
@@ -92,6 +94,7 @@ def test_the_score_is_the_datasets_and_only_1_is_a_success() -> None:
         ("string_insertion", "[x for x in [open('{file}', 'w')]]"),
         ("string_insertion", "['A'] * 10**12"),
         ("polynomial_multiplication", "().__class__"),
+        ("intermediate_integration", "Integral(x**2, x)"),  # the dataset would take the question for its answer
     ],
 )
 def test_nothing_that_an_agent_writes_is_run(name: str, answer: str, tmp_path: Path) -> None:
