@@ -65,7 +65,7 @@ def test_no_question_is_in_both_splits_even_of_a_dataset_that_repeats_itself() -
     asked = {
         split: {
             begun("basic_arithmetic", split, i, min_terms=2, max_terms=2, min_digits=1, max_digits=1)._entry["question"]
-            for i in range(300)
+            for i in range(40)
         }
         for split in ("train", "heldout")
     }
@@ -106,7 +106,7 @@ def test_nothing_that_an_agent_writes_is_run(name: str, answer: str, tmp_path: P
 
 @pytest.mark.parametrize("name", sorted(adapter.ARITHMETIC | adapter.DATA))
 def test_what_is_refused_is_never_a_right_answer(name: str) -> None:
-    assert player_score(registry.find(f"reasoning_gym:{name}"), n=8).success == 1.0
+    assert player_score(registry.find(f"reasoning_gym:{name}"), n=4).success == 1.0
 
 
 def test_every_dataset_that_evaluates_answers_is_known() -> None:
