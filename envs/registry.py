@@ -45,6 +45,10 @@ BUILT_IN = {
 PREFIXES = {
     "gymnasium": "troupe.envs.adapters.gymnasium:world",
     "open_spiel": "troupe.envs.adapters.open_spiel:world",
+    "reasoning_gym": "troupe.envs.adapters.reasoning_gym:world",
+    "skyrl_gym": "troupe.envs.adapters.skyrl_gym:world",
+    "textarena": "troupe.envs.adapters.textarena:world",
+    "verifiers": "troupe.envs.adapters.verifiers:world",
 }
 """What comes before a colon → the function that makes a world class of what follows it, or raises ConfigError."""
 
