@@ -1,7 +1,9 @@
 """Worlds by name.
 
 A name is one of: a built-in world ("frozen_lake"), an entry point of the group `troupe.envs` of an installed package,
-"module:Class", or "path/to/file.py:Class". Built-in names win over entry points.
+"module:Class", "path/to/file.py:Class", or "prefix:rest" for a world of another project ("gymnasium:Blackjack-v1"), where
+`PREFIXES` knows what comes before the first colon. Built-in names win over entry points; a prefix is the whole word before
+the colon, so files and modules in packages keep their names ("./gymnasium.py:Mine", "mine.gymnasium:Mine").
 
 Promises: whatever is wrong with a name or with what it leads to is one ConfigError of one line that says what to do. A
 file is loaded once a process: the same name gives the same class.
@@ -11,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +40,10 @@ BUILT_IN = {
     "swe_patch": "troupe.envs.swe_patch:SwePatch",
     "tool_calls": "troupe.envs.tool_calls:ToolCalls",
 }
+PREFIXES = {
+    "gymnasium": "troupe.envs.adapters.gymnasium:world",
+}
+"""What comes before a colon → the function that makes a world class of what follows it, or raises ConfigError."""
 
 
 def names() -> list[str]:
@@ -46,13 +54,16 @@ def names() -> list[str]:
 def find(name: str) -> type[TextWorld]:
     """The world class that `name` stands for. Raises ConfigError."""
     target = BUILT_IN.get(name) or next((p.value for p in entry_points(group=GROUP) if p.name == name), name)
+    prefix, colon, rest = target.partition(":")
+    if colon and prefix in PREFIXES:
+        return _foreign(prefix, rest)
     place, colon, attribute = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
             raise ConfigError(f"environment '{name}' names no class{_suggest(name, _load(name, target))}")
         raise ConfigError(
             f"No environment '{name}'.{nearest(name, names())} Known: {', '.join(names())}; "
-            "or give module:Class or path/file.py:Class"
+            f"or give module:Class, path/file.py:Class, or a name after {', '.join(f'{p}:' for p in sorted(PREFIXES))}"
         )
     module = _load(name, place)
     try:
@@ -90,6 +101,14 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
         raise ConfigError(f"{name}: {_line(error)}") from error
     except Exception as error:  # user code: it may raise anything
         raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {_line(error)}") from error
+
+
+@cache
+def _foreign(prefix: str, rest: str) -> type[TextWorld]:
+    """The world class that `rest` stands for among those of `prefix`. Raises ConfigError."""
+    place, _, maker = PREFIXES[prefix].partition(":")
+    made: type[TextWorld] = getattr(import_module(place), maker)(rest)
+    return made
 
 
 def _load(name: str, place: str) -> ModuleType:
