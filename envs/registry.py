@@ -42,6 +42,7 @@ BUILT_IN = {
 }
 PREFIXES = {
     "gymnasium": "troupe.envs.adapters.gymnasium:world",
+    "openenv": "troupe.envs.adapters.openenv:world",
 }
 """What comes before a colon → the function that makes a world class of what follows it, or raises ConfigError."""
 
