@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from functools import cache
@@ -99,10 +98,7 @@ def _port(image: str) -> str:
 
 def _watched(container: Any) -> subprocess.Popen[bytes]:
     """A process that removes the container at the end of its stdin, which this process holds."""
-    address = _client().api.base_url.removeprefix("http+docker://")
-    path = "/var/run/docker.sock" if address == "localhost" else address
-    adapter = _client().api.get_adapter("http+docker://localhost")
-    path = getattr(adapter, "socket_path", path)
+    path = _client().api.get_adapter("http+docker://localhost").socket_path
     command = [python_of_this_process(), "-I", "-S", "-c", inspect.getsource(keeper), path, container.id]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
