@@ -245,7 +245,8 @@ class _JudgedTools(_OurTools):
 
     async def verify(self) -> Rewards:
         _, turn = await self.played.act({"type": "end"})
-        return Rewards(**turn.parts)
+        parts = {"outcome": 0.0, **turn.parts}
+        return Rewards(parts.pop("outcome"), None, **parts)
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ SERVER = """
 import json, sys
 from websockets.sync.server import serve
 SCHEMA = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
-HTTP = {"/health": {"status": "healthy"}, "/schema": {"action": SCHEMA}, "/metadata": {"name": "boxed", "description": "In a box."}}
+ABOUT = {"name": "boxed", "description": "In a box."}
+HTTP = {"/health": {"status": "healthy"}, "/schema": {"action": SCHEMA}, "/metadata": ABOUT}
 
 def http(socket, request):
     if request.path in HTTP:
