@@ -293,7 +293,7 @@ async def test_http_tells_what_the_world_is_and_plays_a_first_step():
 
 async def test_a_hundred_episodes_leave_nothing_behind():
     OPEN.clear()
-    async with served() as (url, client):
+    async with served() as (_, client):
         files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         for number in range(100):
             async with client() as ask:
@@ -340,7 +340,7 @@ def test_a_door_that_cannot_be_opened_is_told_at_once(arguments, says):
         taken.listen()
         if arguments.get("port", 0) is None:
             arguments = {"port": taken.getsockname()[1]}
-        with pytest.raises(ConfigError, match="port|host") as error:
+        with pytest.raises(ConfigError, match=r"port|host") as error:
             serve(registry.find("guess"), {}, **arguments)
         assert says in str(error.value)
 
