@@ -1,14 +1,16 @@
 """OpenEnv's own server and its own clients, for the tests and benchmarks that need them. Run by an interpreter that has
 `openenv`, never imported here.
 
-    python openenv_peer.py serve PORT lines|colours|pairs|till [SESSIONS]   its server, with a small environment
+    python openenv_peer.py serve PORT echo|lines|colours|pairs|till [SESSIONS]   its server, with a small environment
     python openenv_peer.py drive URL EPISODES                                   its clients play a served `guess`; prints JSON
     python openenv_peer.py call URL                                             its MCP client plays a served `stockroom`
+    python openenv_peer.py bench URL SESSIONS SECONDS                           its client steps as fast as it can; prints JSON
 """
 
 import asyncio
 import json
 import sys
+import time
 from typing import Any, Literal
 
 from fastmcp import FastMCP
@@ -64,6 +66,17 @@ class Lines(Base):
             raise RuntimeError("it is broken")
         self.turn += 1
         return self.seen(f"{self.turn} {action.message} {self.seed}", float(self.turn == 3))
+
+
+class Echo(Base):
+    """Says back what it hears, eight times."""
+
+    def observation(self, text: str, reward: float | None, done: bool) -> Said:
+        return Said(text=text, reward=reward, done=self.turn >= 8)
+
+    def step(self, action: Line, **more: Any) -> Said:
+        self.turn += 1
+        return self.seen(action.message, 0.0)
 
 
 class Colour(Action):
@@ -135,6 +148,7 @@ class Till(MCPEnvironment):
 
 
 ENVIRONMENTS = {
+    "echo": (Echo, Line, Said),
     "lines": (Lines, Line, Said),
     "colours": (Colours, Colour, Said),
     "pairs": (Pairs, Two, Grid),
@@ -227,6 +241,35 @@ async def call(url: str) -> None:
         )
 
 
+async def bench(url: str, sessions: int, seconds: float) -> None:
+    """Episodes on all sessions at once: a reset, then steps until done. Only steps are counted."""
+    opening = time.perf_counter()
+    envs = [GenericEnvClient(base_url=url) for _ in range(sessions)]
+    for env in envs:
+        await env.connect()
+    opened = time.perf_counter() - opening
+
+    async def play(env: Any, until: float) -> int:
+        steps = 0
+        while time.perf_counter() < until:
+            result = await env.reset(seed=steps)
+            while not result.done:
+                result = await env.step({"message": "hello"})
+                steps += 1
+        return steps
+
+    await asyncio.gather(*(play(env, time.perf_counter() + seconds / 4) for env in envs))
+    print("warm", flush=True)
+    sys.stdin.readline()  # whoever watches the server's time begins now
+    began, cpu = time.perf_counter(), time.process_time()
+    steps = sum(await asyncio.gather(*(play(env, began + seconds) for env in envs)))
+    told = {"steps": steps, "seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "open_s": opened}
+    print(json.dumps(told), flush=True)
+    sys.stdin.readline()
+    for env in envs:
+        await env.close()
+
+
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     if what == "serve":
@@ -236,3 +279,5 @@ if __name__ == "__main__":
         drive_sync(rest[0])
     elif what == "call":
         asyncio.run(call(rest[0]))
+    elif what == "bench":
+        asyncio.run(bench(rest[0], int(rest[1]), float(rest[2])))
