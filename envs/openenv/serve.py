@@ -74,6 +74,7 @@ async def serving(
 ) -> AsyncIterator[str]:
     """The same in this event loop, on a free port, for the time of the block; yields the URL."""
     server = _server(world, options, sessions, idle_s, step_s)
+    server.signals = False
     with _listening("127.0.0.1", 0) as door:
         task = asyncio.ensure_future(server.serve([door]))
         try:
@@ -85,11 +86,15 @@ async def serving(
 
 
 class _Server(uvicorn.Server):
-    """Stops at a signal and does not raise it again afterwards: whoever called goes on, or ends as it likes."""
+    """Stops at a signal and does not raise it again afterwards: whoever called goes on, or ends as it likes.
+
+    signals: False leaves them to the process that it is a part of."""
+
+    signals = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
+        if not self.signals or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
