@@ -10,6 +10,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from troupe.envs import registry
@@ -37,7 +38,7 @@ async def peer(*arguments, module=()):
     process = await asyncio.create_subprocess_exec(
         PYTHON, *(module or (PEER,)), *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    out, err = await asyncio.wait_for(process.communicate(), 240)
+    out, err = await asyncio.wait_for(process.communicate(), 280)
     assert process.returncode == 0, err.decode()[-3_000:] + out.decode()
     return out.decode()
 
@@ -80,8 +81,8 @@ async def test_openenvs_clients_play_a_hundred_episodes_unchanged():
         assert all(success == (reward > 0) and 1 <= steps <= 5 for _, reward, success, steps in played)
         assert sum(success for _, _, success, _ in played) > 90, "who halves the range needs five guesses for twenty numbers"
         assert second["sync"] == played[3] and "VALIDATION_ERROR" in second["refused"]
-        with urllib.request.urlopen(f"{url}/health") as told:  # noqa: ASYNC210
-            assert json.loads(told.read())["active_sessions"] == 0
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"{url}/health")).json()["active_sessions"] == 0
 
 
 async def test_openenvs_mcp_client_lists_and_calls_our_tools():
@@ -117,7 +118,7 @@ def driven(world, play):
 def live(url):
     """Environments of the server that are not closed."""
     for _ in range(200):
-        with urllib.request.urlopen(url.replace("ws", "http", 1) + "/live") as told:
+        with urllib.request.urlopen(url.replace("ws", "http", 1) + "/live", timeout=60) as told:
             if (count := int(told.read())) == 0:
                 break
         time.sleep(0.05)
