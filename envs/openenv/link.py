@@ -44,20 +44,21 @@ class Link:
 
     async def ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
         """The data of the answer to one frame. Raises ServerSaid, EnvironmentFailed."""
-        frame = json.dumps({"type": kind} if data is None else {"type": kind, "data": data})
+        said = json.dumps({"type": kind} if data is None else {"type": kind, "data": data}, ensure_ascii=False)
+        frame = said.encode("utf-8", "replace").decode()  # a lone surrogate in a message would break many a server
         async with self._alone:
             socket = self._socket = self._socket or await self._opened()
             try:
                 with suppress(ConnectionClosed):  # a server that is full says so, and closes: what it said can still be read
                     await socket.send(frame)
-                said = await socket.recv()
+                answer = await socket.recv()
             except BaseException as error:
                 self._socket = None
                 socket.transport.abort()
                 if isinstance(error, ConnectionClosed):
                     raise EnvironmentFailed(f"the OpenEnv server at {self.url} has gone: {short(str(error), 200)}") from None
                 raise
-        return self._read(kind, said)
+        return self._read(kind, answer)
 
     async def close(self) -> None:
         """Says good-bye, and waits a little until the server has closed its world."""

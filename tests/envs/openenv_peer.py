@@ -223,8 +223,10 @@ async def call(url: str) -> None:
     async with MCPToolClient(base_url=url) as env:
         opened = await env.reset(seed=5)
         tools = [tool.name for tool in await env.list_tools()]
-        first = await env.call_tool("find_item", name=" ".join(opened.observation.text.split()[2:4])[:-1])
-        step = await env.step(CallToolAction(tool_name="stock", arguments={"item_id": first, "warehouse": "north"}))
+        name = " ".join(opened.observation.text.split()[2:4])[:-1]
+        found = await env.step(CallToolAction(tool_name="find_item", arguments={"name": name}))
+        first = found.observation.result
+        count = await env.call_tool("stock", item_id=first, warehouse="north")
         wrong = await env.step(CallToolAction(tool_name="stock", arguments={"item_id": first}))
         state = await env.state()
         print(
@@ -233,7 +235,7 @@ async def call(url: str) -> None:
                     "opened": opened.observation.text,
                     "tools": tools,
                     "found": first,
-                    "count": step.observation.result,
+                    "count": count,
                     "wrong": wrong.observation.error.error_type.value,
                     "steps": state.step_count,
                 }
