@@ -42,7 +42,7 @@ async def driven(world, timeout_s=30.0, **options):
 
 
 @asynccontextmanager
-async def foreign(answer, schema=TEXT):
+async def foreign(answer, schema=TEXT, step_s=0.0):
     """The address of a server that is not ours. answer: a frame's dict → what is sent back, None to hang up."""
 
     async def session(socket):
@@ -51,8 +51,9 @@ async def foreign(answer, schema=TEXT):
             told = None if frame["type"] == "close" else answer(frame)
             if told is None:
                 return
-            if told is not ...:
-                await socket.send(told if isinstance(told, str) else json.dumps(told))
+            if frame["type"] == "step":
+                await asyncio.sleep(step_s)
+            await socket.send(told if isinstance(told, str) else json.dumps(told))
 
     async def quiet(socket):
         with suppress(ConnectionClosed):  # a client that gave up
@@ -212,9 +213,9 @@ async def test_a_server_that_fails_breaks_the_episode_and_scores_nothing(answer,
 
 async def test_a_server_that_does_not_answer_is_given_up_and_its_late_answer_is_nobody_elses():
     def answer(frame):
-        return seen(text=f"seed {frame['data']['seed']}") if frame["type"] == "reset" else ...
+        return seen(text=f"seed {frame['data']['seed']}" if frame["type"] == "reset" else "late")
 
-    async with foreign(answer) as url, driven(await found(url), timeout_s=0.3) as driver:
+    async with foreign(answer, step_s=0.6) as url, driven(await found(url), timeout_s=0.3) as driver:
         await driver.reset(Task("train/0", "x", "train", 0))
         with pytest.raises(TimedOut, match=r"OpenEnv\.step"):
             await driver.step("hello")
