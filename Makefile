@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-all lint bench clean
+.PHONY: setup train test test-all test-openenv lint bench clean
 
 setup: .venv/.base
 
@@ -38,5 +38,15 @@ test: lint
 test-all: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# OpenEnv's own package wants another version of what we depend on, so it has a venv of its own, and its tests run it there.
+.venv-openenv/.made: .venv/.python
+	@echo "Installing OpenEnv into .venv-openenv …"
+	@$(PYTHON) -m venv .venv-openenv
+	@.venv-openenv/bin/python -m pip install --quiet --disable-pip-version-check openenv==0.10.0
+	@touch $@
+
+test-openenv: .venv/.dev .venv-openenv/.made
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m openenv -rs
+
 clean:
-	@rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-openenv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -126,6 +126,52 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    name: NAME,
+    host: Annotated[str, typer.Option(help="address it listens on; anyone who reaches it may play")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port; 0: any free one")] = 8000,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="option of the world: key=value (repeatable)")] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="worlds at the same time, one for each socket")] = 64,
+    idle: Annotated[float, typer.Option(min=0.1, help="seconds after which a silent client is sent away")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=0.01, help="seconds that each call of the world may take")] = 30.0,
+) -> None:
+    """Serves a world as an OpenEnv environment, to any client of OpenEnv, until Ctrl-C.
+
+    troupe env serve guess --set high=50 --port 8000
+
+    With OpenEnv:    GenericEnvClient(base_url="http://127.0.0.1:8000"); reset(seed=7), step({"message": "25"})
+
+    With Troupe:     troupe env play openenv:ws://127.0.0.1:8000, from another venv or another machine
+    """
+    from troupe.envs import registry
+    from troupe.envs.openenv import serve as openenv
+    from troupe.envs.tools import ToolWorld
+
+    world = registry.find(name)
+    action = '{"tool_name": …, "arguments": {…}}' if issubclass(world, ToolWorld) else '{"message": "…"}'
+
+    def ready(url: str) -> None:
+        print(
+            f"Serving {name} as an OpenEnv environment at {url} · {sessions} sessions · Ctrl-C to stop\n\n"
+            f'  env = openenv.core.GenericEnvClient(base_url="{url}").sync()\n'
+            f"  env.reset(seed=0); env.step({action})\n\n"
+            f"  troupe env play openenv:{url.replace('http', 'ws', 1)}\n"
+        )
+
+    openenv.serve(
+        world,
+        options_of(set_, "--set"),
+        host=host,
+        port=port,
+        sessions=sessions,
+        idle_s=idle,
+        step_s=timeout,
+        ready=ready,
+    )
+    print("Stopped.")
+
+
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
@@ -146,7 +192,7 @@ def _print_report(report: Any) -> None:
     console.print(f"\n{report.verdict}", soft_wrap=True)
 
 
-def options_of(given: list[str] | None) -> dict[str, Any]:
+def options_of(given: list[str] | None, flag: str = "--option") -> dict[str, Any]:
     """["size=5", "think=none"] as values: TOML, or a bare word."""
     from troupe.protocol.errors import ConfigError
     from troupe.protocol.toml import value_of
@@ -155,7 +201,7 @@ def options_of(given: list[str] | None) -> dict[str, Any]:
     for text in given or []:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--option '{text}': write it as key=value")
+            raise ConfigError(f"{flag} '{text}': write it as key=value")
         options[key.strip()] = value_of(value)
     return options
 

@@ -32,9 +32,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from troupe.envs import json_schema
 from troupe.envs.drive import told
-from troupe.envs.tools import Tool, ToolWorld, short, untitled
-from troupe.protocol.errors import BadArguments, ConfigError, EnvironmentFailed, InvalidAction, nearest
+from troupe.envs.tools import Tool, ToolWorld, short
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, InvalidAction, nearest
 
 if TYPE_CHECKING:
     import mcp
@@ -216,32 +217,12 @@ async def _listed(client: mcp.Client) -> list[types.Tool]:
 
 def _made(prefix: str, tool: types.Tool, connection: _Connection) -> Tool:
     """The tool as a world has it. Names keep to letters, digits and _, as everywhere in Troupe."""
-    from jsonschema.validators import validator_for
-    from referencing import Registry
-
     name = _NOT_IN_NAMES.sub("_", prefix + tool.name)[:64]
-    schema = tool.input_schema
-    kind = validator_for(schema)
+    about = tool.description or tool.title or tool.name
     try:
-        kind.check_schema(schema)
-    except Exception as error:
-        raise EnvironmentFailed(
-            f"MCP server {connection.server.name}: the schema of '{tool.name}' is none: {_reason(error)}"
-        ) from None
-    validator = kind(schema, registry=Registry())  # nothing is fetched for a $ref
-    about = " ".join((tool.description or tool.title or tool.name).split())
-    told_schema = {"type": "object", "properties": {}, **untitled(schema)}
-    return Tool(name, about, told_schema, partial(connection.call, tool.name), partial(_checked, name, validator))
-
-
-def _checked(name: str, validator: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    from jsonschema.exceptions import best_match
-
-    error = best_match(validator.iter_errors(arguments))
-    if error is None:
-        return arguments
-    place = ".".join(map(str, error.absolute_path))
-    raise BadArguments(f"{name}: " + (f"argument '{short(place)}': " if place else "") + short(error.message, 200))
+        return json_schema.tool(name, about, tool.input_schema, partial(connection.call, tool.name))
+    except ValueError as error:
+        raise EnvironmentFailed(f"MCP server {connection.server.name}: the schema of '{tool.name}' is none: {error}") from None
 
 
 def _text(result: types.CallToolResult) -> str:

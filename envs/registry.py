@@ -49,6 +49,7 @@ PREFIXES = {
     "skyrl_gym": "troupe.envs.adapters.skyrl_gym:world",
     "textarena": "troupe.envs.adapters.textarena:world",
     "verifiers": "troupe.envs.adapters.verifiers:world",
+    "openenv": "troupe.envs.adapters.openenv:world",
 }
 """What comes before a colon → the function that makes a world class of what follows it, or raises ConfigError."""
 
