@@ -93,8 +93,8 @@ class TextWorld:
         """The state that the next action is taken from, for anchor-state grouping; empty if states do not recur."""
         return ""
 
-    def close(self) -> None:
-        """Releases what the world holds. Called once."""
+    def close(self) -> Any:
+        """Releases what the world holds. Called once. May be `async`."""
 
     def play(self, rng: random.Random, noise: float) -> str | ToolCall | None:
         """The scripted player's next message, think block included, or the tool that it calls; None if there is no player.

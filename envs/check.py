@@ -35,6 +35,7 @@ GARBAGE = {
 }
 _GENERIC = ("left", "1", "50", "yes", "help", "go north", "answer: 1", "up", "hello")
 _SAMPLE = 50  # tasks a split whose first observations are compared
+_OTHERS = ("world-", "asyncio_")  # threads of the driver, and of the event loop, which end with them
 _TOLD = (InvalidAction, UnknownTool, BadArguments)  # what an agent is told while the episode goes on
 
 
@@ -313,6 +314,8 @@ class _Suite:
                     return False, f"a tool that is offered cannot be called: {told}"
             except EpisodeError as error:
                 return False, f"{kind}: {str(error)[:200]}"
+            finally:
+                await driver.close()  # now: it may hold what there are few of
         return True, ", ".join(GARBAGE)
 
     async def _rubbish(self) -> list[tuple[str, Action]]:
@@ -351,5 +354,10 @@ class _Suite:
                 return False, str(error)
             if error is not None:
                 raise error
-        left = [t.name for t in set(threading.enumerate()) - before if not t.name.startswith("world-")]
+        left = ["?"]
+        for _ in range(20):  # what ends a process, or a thread, may take a moment to end itself
+            left = [t.name for t in set(threading.enumerate()) - before if not t.name.startswith(_OTHERS)]
+            if not left:
+                break
+            await asyncio.sleep(0.05)
         return not left, f"still running: {', '.join(sorted(left))}" if left else ""

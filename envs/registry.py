@@ -25,14 +25,17 @@ GROUP = "troupe.envs"
 BUILT_IN = {
     "bandit": "troupe.envs.bandit:Bandit",
     "calculator": "troupe.envs.calculator:Calculator",
+    "code": "troupe.envs.code:Code",
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
     "math_code": "troupe.envs.math_code:MathCode",
+    "math_python": "troupe.envs.math_python:MathPython",
     "search": "troupe.envs.search:Search",
     "shop": "troupe.envs.shop:Shop",
     "sokoban": "troupe.envs.sokoban:Sokoban",
     "stockroom": "troupe.envs.stockroom:Stockroom",
+    "swe": "troupe.envs.swe:Swe",
     "swe_patch": "troupe.envs.swe_patch:SwePatch",
     "tool_calls": "troupe.envs.tool_calls:ToolCalls",
 }
@@ -86,7 +89,7 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
                 raise ConfigError(f"{name} has no option '{option}'.{hint}")
     try:
         return world(**options)
-    except (TypeError, ValueError) as error:
+    except (ConfigError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {_line(error)}") from error
     except Exception as error:  # user code: it may raise anything
         raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {_line(error)}") from error

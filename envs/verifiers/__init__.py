@@ -13,6 +13,7 @@ from troupe.envs.verifiers.sql import ExecutionMatch
 from troupe.envs.verifiers.state import StateMatch, differences
 from troupe.envs.verifiers.symbolic import Symbolic
 from troupe.envs.verifiers.text import F1, Exact, Format
+from troupe.envs.verifiers.unit_tests import Test, UnitTests
 
 __all__ = [
     "F1",
@@ -23,6 +24,8 @@ __all__ = [
     "Judge",
     "StateMatch",
     "Symbolic",
+    "Test",
+    "UnitTests",
     "Verifier",
     "differences",
     "of",
