@@ -1,12 +1,13 @@
 """Small Python modules with one wrong line, what comes of it, and how the line should read. Shared by worlds.
 
-Promises: one module in five, by the digest of its wrong text, is held out; what an issue says of its module is true.
+Promises: one module in five, by the digest of its wrong text or of its issue, is held out; what an issue says of its module is
+true.
 """
 
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from troupe.envs.base import belongs
 from troupe.protocol.errors import TaskFailed
@@ -152,11 +153,13 @@ class Module(NamedTuple):
         return self.edit(at, right)
 
 
-def draw(rng: random.Random, split: str, functions: int) -> Module:
-    """A module of `split` with that many functions, of which one is wrong. Raises TaskFailed for an unknown split."""
+def draw(rng: random.Random, split: str, functions: int, key: Literal["before", "issue"] = "before") -> Module:
+    """A module of `split` with that many functions, of which one is wrong. key: by what it is of a split.
+
+    Raises TaskFailed for an unknown split."""
     for _ in range(_DRAWS):
         module = _draw(rng, functions)
-        if belongs(module.before, split):
+        if belongs(getattr(module, key), split):
             return module
     raise TaskFailed(f"no module of split '{split}' in {_DRAWS} draws")
 

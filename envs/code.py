@@ -19,7 +19,7 @@ from troupe.envs import functions
 from troupe.envs.base import Task, ToolCall, rng_of
 from troupe.envs.sandboxed import PythonWorld
 from troupe.envs.tools import Rewards
-from troupe.envs.verifiers import Composition, Test, UnitTests, of
+from troupe.envs.verifiers import Case, Composition, UnitTests, of
 from troupe.protocol.errors import ConfigError
 
 _SHOWN = 2  # examples that the agent is told
@@ -64,7 +64,7 @@ class Code(PythonWorld):
         self.split = task.split
         self.function = functions.draw(self.rng, task.split, _SHOWN + self.count)
         shown, hidden = _apart(self.function.examples)
-        tests = UnitTests([Test(self.function.call(a), v) for a, v in hidden], sandboxes=self.sandboxes)
+        tests = UnitTests([Case(self.function.call(a), v) for a, v in hidden], sandboxes=self.sandboxes)
         self.graded = Composition(
             of(program, tests),
             {"tests": of(program, tests.share)} if self.shaped else {},

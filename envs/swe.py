@@ -3,9 +3,9 @@
 One line of one module is wrong (`bugs`), and a visible test fails for it. When the agent has answered, its files are taken out
 of its sandbox and asked, in a new one, for values that were never in either (`verifiers.unit_tests`).
 
-Promises: modules are held out as `swe_patch`'s are; the outcome is 1 if all hidden tests of all functions pass on the files
-as the agent left them, else 0; what becomes of the visible tests does not matter; the agent's sandbox is its own for the
-episode and is then discarded.
+Promises: one issue in five, by its digest, is held out, in whatever module; the outcome is 1 if all hidden tests of all
+functions pass on the files as the agent left them, else 0; what becomes of the visible tests does not matter; the agent's
+sandbox is its own for the episode and is then discarded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from troupe.envs.base import InvalidAction, Task, ToolCall, rng_of
 from troupe.envs.sandbox import Sandbox
 from troupe.envs.sandboxed import SandboxedWorld, cut, told
 from troupe.envs.tools import Rewards, short, tool
-from troupe.envs.verifiers import Composition, Test, UnitTests, of
+from troupe.envs.verifiers import Case, Composition, UnitTests, of
 from troupe.protocol.errors import ConfigError
 
 _FILE = 64 * 1024  # bytes of a file that is viewed, edited or judged
@@ -162,8 +162,9 @@ class Swe(SandboxedWorld):
             return ToolCall("shell", {"command": _RUN_TESTS})
         if "view" not in did and not (noisy and rng.random() < 0.5):
             return ToolCall("view", {"path": path})
-        old, new = self.module.chosen(rng, float(noisy))
-        return ToolCall("edit", {"path": path, "old": "\n".join(old) + "\n", "new": "\n".join(new) + "\n"})
+        old, new = ("\n".join((*lines, "")) for lines in self.module.chosen(rng, float(noisy)))
+        before = "" if self.module.before.startswith(old) else "\n"  # or it might be the end of another line
+        return ToolCall("edit", {"path": path, "old": before + old, "new": before + new})
 
     @classmethod
     def corpus(cls) -> Iterator[str]:
@@ -202,16 +203,16 @@ class Swe(SandboxedWorld):
         return text
 
 
-def _drawn(rng: random.Random, split: str, modules: int, functions: int) -> tuple[bugs.Module, dict[str, str], list[Test]]:
+def _drawn(rng: random.Random, split: str, modules: int, functions: int) -> tuple[bugs.Module, dict[str, str], list[Case]]:
     """The wrong module, the repository's files, and the hidden tests of all its functions."""
-    chosen = [bugs.draw(rng, split, functions)]
+    chosen = [bugs.draw(rng, split, functions, key="issue")]
     while len(chosen) < modules:
         other = bugs.draw(rng, split, functions)
         if other.path not in {module.path for module in chosen}:
             chosen.append(other)
     wrong = chosen[0]
     files = {"README.md": "Small functions. Their tests: " + _RUN_TESTS + "\n", "tests/__init__.py": ""}
-    tests: list[Test] = []
+    tests: list[Case] = []
     for module in sorted(chosen, key=lambda each: each.path):
         scope: dict[str, Any] = {}
         exec(module.after, scope)  # it is ours
@@ -223,8 +224,8 @@ def _drawn(rng: random.Random, split: str, modules: int, functions: int) -> tupl
         name = module.path.rpartition("/")[2].removesuffix(".py")
         files[f"tests/test_{name}.py"] = _test_file(module.path, checks)
         asked = [call for calls in module.calls.values() for call in calls]
-        tests += [Test(f"{_dotted(module.path)}.{call}", eval(call, scope)) for call in asked]
-    tests.append(Test(f"{_dotted(wrong.path)}.{wrong.call}", literal_eval(wrong.right)))
+        tests += [Case(f"{_dotted(module.path)}.{call}", eval(call, scope)) for call in asked]
+    tests.append(Case(f"{_dotted(wrong.path)}.{wrong.call}", literal_eval(wrong.right)))
     return wrong, files, tests
 
 

@@ -33,7 +33,7 @@ Program = str | Mapping[str, str]
 """Text of one module, or of several files by their paths."""
 
 
-class Test(NamedTuple):
+class Case(NamedTuple):
     """A Python expression, and the data that it should give: numbers, text, None, and lists, tuples, sets and dicts of them."""
 
     call: str
@@ -73,7 +73,7 @@ class UnitTests:
 
     def __init__(
         self,
-        tests: Sequence[Test],
+        tests: Sequence[Case],
         *,
         module: str = "solution",
         imports: str = "",
@@ -100,7 +100,7 @@ class UnitTests:
         for line in ast.parse(source).body:
             match line:
                 case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
-                    tests.append(Test(ast.unparse(left), ast.literal_eval(right)))
+                    tests.append(Case(ast.unparse(left), ast.literal_eval(right)))
                 case _:
                     raise ConfigError(f"UnitTests: {ast.unparse(line)[:80]!r} is not: assert CALL == DATA")
         return cls(tests, **options)
@@ -166,7 +166,7 @@ class _Opened:
             yield box
 
 
-def _check(test: Test) -> None:
+def _check(test: Case) -> None:
     written = repr(test.expected)
     if len(written.encode()) > tests_child.LONGEST or not same(_value(written), test.expected):
         raise ConfigError(f"UnitTests: {written[:80]} is not data of at most {tests_child.LONGEST} bytes")

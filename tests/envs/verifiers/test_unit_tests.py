@@ -1,17 +1,18 @@
 """Only a program that gives the right values passes, whatever else it tries; a sandbox that fails is not a zero."""
 
 import asyncio
+import hashlib
 import json
 
 import pytest
 
 from troupe.envs.sandbox import SandboxSettings, missing, pool
-from troupe.envs.verifiers import Composition, Test, UnitTests, unit_tests
+from troupe.envs.verifiers import Case, Composition, UnitTests, unit_tests
 from troupe.envs.verifiers.unit_tests import _value, same
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 SECRET = 918_273_645
-TESTS = [Test("f(3)", SECRET), Test("f([1, 2])", [2, 1]), Test("f('a')", {"a": (1, 2.5)})]
+TESTS = [Case("f(3)", SECRET), Case("f([1, 2])", [2, 1]), Case("f('a')", {"a": (1, 2.5)})]
 RIGHT = (
     f"def f(x):\n    print('noise')\n    return {SECRET} if x == 3 else x[::-1] if isinstance(x, list) else {{x: (1, 2.5)}}\n"
 )
@@ -34,7 +35,7 @@ CHEATS = {
     "equals everything": "class Yes(int):\n    __eq__ = lambda self, other: True\n    __hash__ = int.__hash__\n"
     "    __repr__ = lambda self: '0'\ndef f(x): return Yes(1)",
     "is no data": "def f(x): return (n for n in [1])",
-    "patches what writes values": "import builtins, json\nbuiltins.repr = lambda value: 'True'\njson.dumps = lambda value: '[]'\n"
+    "patches what writes values": "import builtins, json\nbuiltins.repr = lambda _: 'True'\njson.dumps = lambda _: '[]'\n"
     + WRONG,
     "patches the runner": "import sys\nfor frame in sys._current_frames().values():\n  while frame:\n"
     "    frame.f_globals.update(data=lambda value: True, evaluated=lambda *_: 'passed\\n', same=lambda *_: True)\n"
@@ -46,25 +47,26 @@ CHEATS = {
     + WRONG,
     "floods": "import os\nout = open(f'/proc/{os.getppid()}/fd/1', 'wb')\nwhile True: out.write(bytes(1 << 20))",
     "reads the tests": f"""
-import gc, glob, os, sys
-SOUGHT = str({SECRET} - 1 + 1 if False else 91827) + "3645"
-def seen():
+import gc, glob, hashlib, re, sys
+def places():
     frame = sys._getframe()
     while frame:
-        yield repr(frame.f_locals), frame
+        yield repr(frame.f_locals) + repr(frame.f_globals)
         frame = frame.f_back
-    for each in gc.get_objects():
-        if isinstance(each, (dict, list, tuple)) and len(each) < 1000 and SOUGHT not in str(type(each)):
-            yield repr(each), None
-    for path in [*glob.glob("/proc/[0-9]*/cmdline"), *glob.glob("/proc/[0-9]*/environ"), *glob.glob("/work/**", recursive=True),
-                 *glob.glob("/tmp/**", recursive=True)]:
-        try: yield open(path, errors="replace").read(), None
+    yield from (repr(each) for each in gc.get_objects() if isinstance(each, (dict, list, tuple)))
+    everywhere = ("/proc/[0-9]*/cmdline", "/proc/[0-9]*/environ", "/work/**", "/tmp/**", "/dev/shm/**")
+    for path in (path for pattern in everywhere for path in glob.glob(pattern, recursive=True)):
+        try: yield open(path, errors="replace").read()
         except OSError: pass
 def f(x):
-    for text, _ in seen():
-        if SOUGHT in text: return int(SOUGHT)
+    for text in places():
+        for number in re.findall("[0-9]{{9}}", text):
+            if hashlib.md5(number.encode()).hexdigest() == "{hashlib.md5(str(SECRET).encode()).hexdigest()}":
+                return int(number)
 """,
 }
+
+SLOW = ("loops when it is loaded", "ignores that its time is up", "forks without end", "takes all memory")
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ async def test_a_right_program_passes_and_a_half_right_one_is_told_apart(lent):
         assert (await tests.report(late)).passed == (True, False, False), "a test that ends the program is that test's own"
 
 
-@pytest.mark.parametrize("cheat", CHEATS, ids=CHEATS.get)
+@pytest.mark.parametrize("cheat", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CHEATS])
 async def test_no_program_passes_that_does_not_say_the_right_values(cheat, lent):
     async with lent() as boxes:
         report = await UnitTests(TESTS, sandboxes=boxes).report(CHEATS[cheat])
@@ -99,12 +101,12 @@ async def test_a_program_that_sleeps_fails_and_is_not_waited_for_long(lent):
 async def test_a_program_may_be_several_files_and_its_run_happens_once(lent):
     files = {"pack/__init__.py": "", "pack/one.py": "from pack.two import g\ndef f(x): return g(x)", "pack/two.py": "g = str"}
     async with lent() as boxes:
-        tests = UnitTests([Test("pack.one.f(3)", "3")], imports="import pack.one", sandboxes=boxes)
+        tests = UnitTests([Case("pack.one.f(3)", "3")], imports="import pack.one", sandboxes=boxes)
         graded = Composition(tests, {"tests": tests.share}, gate=None, weights={"tests": 0.5})
         first, report = await graded(files), tests._last
         assert first.parts == {"outcome": 1.0, "tests": 0.5} and first.success
         assert (await graded(dict(files))).success and tests._last is report
-        assert not (await graded({**files, "pack/two.py": "g = repr"})).parts["tests"] == 0.0
+        assert not (await graded({**files, "pack/two.py": "g = int"})).success
         assert (await graded({**files, "/../x\0": ""})).parts == {"outcome": 0.0, "tests": 0.0}
 
 
@@ -174,7 +176,7 @@ def test_values_are_compared_as_python_compares_data(value, expected, right):
 
 def test_asserts_are_read_as_calls_and_what_they_should_give():
     tests = UnitTests.of_asserts("assert f(2, x=[1]) == 4\nassert g('a') == {'b': (1, -2)}")
-    assert tests.tests == (Test("f(2, x=[1])", 4), Test("g('a')", {"b": (1, -2)}))
+    assert tests.tests == (Case("f(2, x=[1])", 4), Case("g('a')", {"b": (1, -2)}))
     for other in ("assert f(2)", "assert f(2) != 4", "f(2)"):
         with pytest.raises(ConfigError, match="is not: assert CALL == DATA"):
             UnitTests.of_asserts(other)
@@ -184,12 +186,12 @@ def test_asserts_are_read_as_calls_and_what_they_should_give():
     ("tests", "problem"),
     [
         ([], "at least one test"),
-        ([Test("f(1", 1)], "is no expression"),
-        ([Test("x = 1", 1)], "is no expression"),
-        ([Test("f()", object())], "is not data"),
-        ([Test("f()", float("inf"))], "is not data"),
-        ([Test("f()", "x" * 5000)], "is not data"),
-        ([Test("f()", "x" * 3000)] * 20, "49152 characters together"),
+        ([Case("f(1", 1)], "is no expression"),
+        ([Case("x = 1", 1)], "is no expression"),
+        ([Case("f()", object())], "is not data"),
+        ([Case("f()", float("inf"))], "is not data"),
+        ([Case("f()", "x" * 5000)], "is not data"),
+        ([Case("f()", "x" * 3000)] * 20, "49152 characters together"),
     ],
 )
 def test_tests_that_cannot_be_asked_are_refused(tests, problem):
