@@ -14,6 +14,8 @@ from troupe.envs.registry import BUILT_IN, find
 from troupe.envs.tools import ToolWorld, tool
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
+SANDBOXED = ("code", "math_python", "swe")
+
 
 class Good(TextWorld):
     """The ten-line world of a newcomer: synchronous, in a thread, without a player."""
@@ -125,9 +127,16 @@ class Hangs(Good):
             pass
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - set(SANDBOXED)))
 def test_the_built_in_worlds_conform(name):
     report = check(find(name), episodes=10)
+    assert report.ok, str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SANDBOXED)
+def test_the_built_in_worlds_that_run_programs_conform(name, bubblewrap):
+    report = check(find(name), {**bubblewrap, "sandboxes": 8}, episodes=4, timeout_s=60.0)  # fewer than garbage
     assert report.ok, str(report)
 
 

@@ -61,7 +61,7 @@ async def test_one_user_alone_opens_no_more_than_it_takes(bubblewrap):
 
 
 async def test_many_episodes_together_hold_no_more_than_the_limit_and_the_wait_names_itself(bubblewrap):
-    one, two = (Shared(BUBBLES, 1, wait_s=0.2) for _ in range(2))
+    one, two = Shared(BUBBLES, 1, wait_s=60.0), Shared(BUBBLES, 1, wait_s=0.2)
     box = await one.take()
     with pytest.raises(Overloaded, match=r"no sandbox for 0.2 s: 1 of at most 1 are held; raise the pool's limit"):
         await two.take()
