@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,28 +85,37 @@ def gone(pids: list[int]) -> bool:
     return not living(pids)
 
 
+@contextmanager
+def running(run: Path, world: str, **changes: Any) -> Iterator[subprocess.Popen[str]]:
+    process = start("--env", world, "--run-dir", str(run), **{"cold_start.steps": 0, **changes})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=90)
+
+
 def test_no_sandbox_outlives_a_pool_that_is_killed_or_a_run_that_is_interrupted(tmp_path: Path, world: str) -> None:
     run = tmp_path / "run"
-    process = start("--env", world, "--run-dir", str(run), "--steps", "50", **{"cold_start.steps": 0, "env.actors": 2})
-    pools = {name: await_event(run, process, event="started", actor=name)["pid"] for name in ("env-0", "env-1")}
-    await_event(run, process, event="announced", version=1)
+    with running(run, world, **{"steps": 50, "env.actors": 2}) as process:
+        pools = {name: await_event(run, process, event="started", actor=name)["pid"] for name in ("env-0", "env-1")}
+        boxes = held(pools["env-0"])
+        os.kill(pools["env-0"], signal.SIGKILL)
+        assert gone(boxes), "kill -9 of a pool leaves no sandbox"
 
-    boxes = held(pools["env-0"])
-    os.kill(pools["env-0"], signal.SIGKILL)
-    assert gone(boxes), "kill -9 of a pool leaves no sandbox"
-
-    boxes = held(pools["env-1"])
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 130, output
-    assert gone(boxes), "Ctrl-C leaves no sandbox"
+        boxes = held(pools["env-1"])
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=90)
+        assert process.returncode == 130, output
+        assert gone(boxes), "Ctrl-C leaves no sandbox"
 
 
 def test_a_run_with_sandboxes_ends_and_leaves_none(tmp_path: Path, world: str) -> None:
     run = tmp_path / "run"
-    process = start("--env", world, "--run-dir", str(run), "--steps", "2", **{"cold_start.steps": 0, "eval.tasks": 2})
-    boxes = held(await_event(run, process, event="started", actor="env-0")["pid"])
-    output = finish(process)
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["finished"] and summary["episodes_failed"] == 0, output
-    assert gone(boxes)
+    with running(run, world, **{"steps": 2, "eval.tasks": 2}) as process:
+        boxes = held(await_event(run, process, event="started", actor="env-0")["pid"])
+        output = finish(process)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["finished"] and summary["episodes_failed"] == 0, output
+        assert gone(boxes)

@@ -113,6 +113,7 @@ async def test_a_call_that_is_cancelled_gives_its_sandbox_back(bubblewrap):
     await driver.close()
 
 
+@pytest.mark.slow
 async def test_a_run_is_told_as_it_ended_and_nothing_is_kept_for_the_next(bubblewrap):
     world = MathPython(turns=8, run_s=1, **bubblewrap)
     said = [

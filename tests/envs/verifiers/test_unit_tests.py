@@ -66,7 +66,17 @@ def f(x):
 """,
 }
 
-SLOW = ("loops when it is loaded", "ignores that its time is up", "forks without end", "takes all memory")
+QUICK = (
+    "loops when it is called",
+    "exits at once",
+    "ends the runner",
+    "says passed",
+    "equals everything",
+    "patches the runner",
+    "speaks for the runner",
+    "says nonsense for the runner",
+    "reads the tests",
+)
 
 
 @pytest.fixture
@@ -84,7 +94,7 @@ async def test_a_right_program_passes_and_a_half_right_one_is_told_apart(lent):
         assert (await tests.report(late)).passed == (True, False, False), "a test that ends the program is that test's own"
 
 
-@pytest.mark.parametrize("cheat", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CHEATS])
+@pytest.mark.parametrize("cheat", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHEATS])
 async def test_no_program_passes_that_does_not_say_the_right_values(cheat, lent):
     async with lent() as boxes:
         report = await UnitTests(TESTS, sandboxes=boxes).report(CHEATS[cheat])
