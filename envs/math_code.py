@@ -12,62 +12,26 @@ A message runs a program or answers, whichever comes first in it; what is not cl
 is answered with `<interpreter>`, its output (or what is wrong with it) and `</interpreter>`, and `<answer>1780</answer>` ends
 the episode. What the program may be is said in `small_python`: a bounded subset of Python without imports, not a sandbox.
 
-Promises: one problem in five, by the digest of its text, is held out; the reward is 1 for exactly the right number, else 0.
+Problems and their splits are those of `problems`. The reward is 1 for exactly the right number, else 0.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-from troupe.envs import small_python
-from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, belongs, rng_of
-from troupe.protocol.errors import TaskFailed
+from troupe.envs import problems, small_python
+from troupe.envs.base import InvalidAction, Task, TextWorld, Turn, rng_of
 
 _READ = 4_000  # characters of a message that are looked at
-_DRAWS = 1_000
 _CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 _FENCED = re.compile(r"\s*```(?:python)? *\n(.*?)```\s*", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?[0-9]{1,60}(?:\.[0-9]{1,60}|/0*[1-9][0-9]{0,59})?")
-
-
-class _Kind(NamedTuple):
-    """question, program: with numbers in braces. solve: the answer, computed otherwise than by the program."""
-
-    question: str
-    program: str
-    solve: Callable[[dict[str, int]], int]
-
-
-_KINDS = (
-    _Kind(
-        "What is the sum of i * i + {k} for i from {a} to {b}?",
-        "s = 0\nfor i in range({a}, {b} + 1):\n    s += i * i + {k}\nprint(s)",
-        lambda n: sum(i * i for i in range(n["a"], n["b"] + 1)) + n["k"] * (n["b"] - n["a"] + 1),
-    ),
-    _Kind(
-        "How many whole numbers from {a} to {b} leave the remainder {r} when they are divided by {m}?",
-        "n = 0\nfor i in range({a}, {b} + 1):\n    if i % {m} == {r}:\n        n += 1\nprint(n)",
-        lambda n: (n["b"] - n["r"]) // n["m"] - (n["a"] - 1 - n["r"]) // n["m"],
-    ),
-    _Kind(
-        "Start with {a}. Multiply by {k} and add {r}, {t} times. What is the remainder when the result is divided by {p}?",
-        "x = {a}\nfor i in range({t}):\n    x = x * {k} + {r}\nprint(x % {p})",
-        lambda n: (n["a"] * n["k"] ** n["t"] + n["r"] * ((n["k"] ** n["t"] - 1) // (n["k"] - 1))) % n["p"],
-    ),
-    _Kind(
-        "Ada saves {a} coins in the first week, and in each week {k} more than in the week before. "
-        "How many coins has she saved after {t} weeks?",
-        "s = 0\nw = {a}\nfor i in range({t}):\n    s += w\n    w += {k}\nprint(s)",
-        lambda n: n["t"] * n["a"] + n["k"] * math.comb(n["t"], 2),
-    ),
-)
 
 
 class MathCode(TextWorld):
@@ -88,29 +52,9 @@ class MathCode(TextWorld):
         self.largest = largest
 
     def reset(self, task: Task) -> str:
-        for _ in range(_DRAWS):
-            kind = self.rng.choice(_KINDS)
-            numbers = self._draw()
-            question = kind.question.format(**numbers)
-            if belongs(question, task.split):
-                self.question, self.program = question, kind.program.format(**numbers)
-                self.value = kind.solve(numbers)
-                self.printed: list[str] = []
-                return question
-        raise TaskFailed(f"no problem of split '{task.split}' in {_DRAWS} draws")
-
-    def _draw(self) -> dict[str, int]:
-        draw = self.rng.randint
-        m = draw(3, 9)
-        return {
-            "a": draw(2, 9),
-            "b": draw(10, self.largest),
-            "k": draw(2, 9),
-            "m": m,
-            "r": draw(1, m - 1),
-            "t": draw(3, 9),
-            "p": draw(11, 97),
-        }
+        self.question, self.program, self.value = problems.draw(self.rng, task.split, self.largest)
+        self.printed: list[str] = []
+        return self.question
 
     def step(self, text: str) -> Turn:
         said = text[:_READ]
@@ -142,8 +86,7 @@ class MathCode(TextWorld):
             return f"<answer>{self.printed[-1]}</answer>"
         program = self.program
         if noisy:
-            place = rng.choice(list(re.finditer(r"\d+", program)))
-            program = f"{program[: place.start()]}{rng.randint(1, 99)}{program[place.end() :]}"
+            program = problems.misread(rng, program)
         return f"<code>\n{program}\n</code>"
 
     @classmethod

@@ -16,7 +16,7 @@ from troupe.envs.sandbox.base import Sandbox
 from troupe.envs.sandbox.settings import Result, SandboxSettings
 from troupe.protocol.errors import ConfigError
 
-__all__ = ["Result", "Sandbox", "SandboxSettings", "missing", "open"]
+__all__ = ["Result", "Sandbox", "SandboxSettings", "check", "missing", "open"]
 
 _BACKENDS: dict[str, ModuleType] = {each.NAME: each for each in (docker, bubblewrap, local)}
 _AUTO = (docker.NAME, bubblewrap.NAME)
@@ -25,6 +25,15 @@ _AUTO = (docker.NAME, bubblewrap.NAME)
 def missing(backend: str) -> str:
     """Why `backend` cannot be used on this machine, and what to do; empty if it can. May take some seconds the first time."""
     return str(_BACKENDS[backend].missing())
+
+
+def check(settings: SandboxSettings) -> None:
+    """Raises ConfigError, of one line, if there can be no sandbox of these settings here. May take some seconds, once."""
+    name = settings.backend if settings.backend != "auto" else _best()
+    if name == local.NAME:
+        local.check(settings)
+    elif why := missing(name):
+        raise ConfigError(f"no {name} sandbox: {why}")
 
 
 async def open(settings: SandboxSettings | None = None) -> Sandbox:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol, Self
 
-from troupe.envs.sandbox import warden
+from troupe.envs.sandbox import owner, warden
 from troupe.envs.sandbox.settings import Result, SandboxSettings
 from troupe.protocol.errors import ConfigError, EnvironmentFailed, InvalidAction
 
@@ -188,7 +188,8 @@ def warden_command(
 ) -> list[str]:
     """How `python` becomes the warden of the folder `root`; see `warden.main`."""
     limits = settings.model_dump(include={"memory_mb", "pids", "cpu_s", "disk_mb", "output_bytes"})
-    given = json.dumps({"root": root, "path": path, "uid": uid, "apart": apart, "nproc": nproc, "limits": limits})
+    place = {"root": root, "path": path, "uid": uid, "apart": apart, "nproc": nproc}
+    given = json.dumps({"owner": owner.me(), **place, "limits": limits})
     return [python, "-I", "-S", "-c", inspect.getsource(warden), given]
 
 

@@ -11,16 +11,19 @@ namespace's nobody. The kernel then counts its processes apart from all others.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from troupe.envs.sandbox import seccomp
+from troupe.envs.sandbox import owner, seccomp
 from troupe.envs.sandbox.base import ProcessChannel, python_of_this_process, warden_command
 from troupe.envs.sandbox.settings import SMALL_MB, SandboxSettings
 from troupe.protocol.errors import ConfigError
@@ -52,6 +55,7 @@ def missing() -> str:
 async def start(settings: SandboxSettings) -> ProcessChannel:
     """A fresh sandbox. Raises ConfigError if there cannot be one."""
     why = await asyncio.to_thread(missing)
+    await asyncio.to_thread(_reap_once)
     program = shutil.which("bwrap")
     if why or program is None:
         raise ConfigError(f"no bubblewrap sandbox: {why}")
@@ -86,6 +90,29 @@ async def start(settings: SandboxSettings) -> ProcessChannel:
         for fd in fds:
             os.close(fd)
     return ProcessChannel(process)
+
+
+def reap() -> list[str]:
+    """Ends those that were being started when their owner died: bwrap then may wait for ever. Returns their numbers."""
+    ended = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError):
+            process = os.pidfd_open(int(folder.name))
+            try:
+                program, *_, given = (folder / "cmdline").read_text().rstrip("\0").split("\0")
+                if program.endswith("bwrap") and not owner.alive(json.loads(given)["owner"]):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    ended.append(folder.name)
+            except (KeyError, TypeError, AttributeError):  # somebody else's
+                pass
+            finally:
+                os.close(process)
+    return ended
+
+
+@cache
+def _reap_once() -> None:
+    reap()
 
 
 def _place(program: str, settings: SandboxSettings) -> list[str]:

@@ -25,10 +25,15 @@ def missing() -> str:
     return ""
 
 
-async def start(settings: SandboxSettings) -> ProcessChannel:
-    """A fresh folder and its warden. Raises ConfigError unless the code is said to be trusted."""
+def check(settings: SandboxSettings) -> None:
+    """Raises ConfigError unless the code is said to be trusted."""
     if not settings.trusted:
         raise ConfigError("the subprocess sandbox protects nothing: set trusted = true, or use docker or bubblewrap")
+
+
+async def start(settings: SandboxSettings) -> ProcessChannel:
+    """A fresh folder and its warden. Raises ConfigError unless the code is said to be trusted."""
+    check(settings)
     root = tempfile.mkdtemp(prefix=f"{owner.PREFIX}{owner.me()}-")
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}"
     process = await asyncio.create_subprocess_exec(

@@ -86,6 +86,11 @@ class Pool:
         finally:
             await self.discard(box)
 
+    def keep(self, warm: int) -> None:
+        """Changes how many are kept ready from now on; those that are ready already stay."""
+        self._warm = min(warm, self._limit)
+        self._serve()
+
     async def fill(self) -> None:
         """Waits until as many are warm as should be, or opening one failed."""
         self._serve()

@@ -385,7 +385,7 @@ def write_frame(header: dict[str, Any], body: bytes) -> None:
 
 
 def main() -> None:
-    """argv[1]: JSON of root, uid (None: stay who you are), apart, path (of programs), nproc, limits.
+    """argv[1]: JSON of owner (for the reaper), root, uid (None: stay who you are), apart, path (of programs), nproc, limits.
 
     apart: the warden keeps being root beside `uid`, which keeps programs away from it where process 1 is not protected.
     """

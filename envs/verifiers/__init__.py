@@ -13,9 +13,11 @@ from troupe.envs.verifiers.sql import ExecutionMatch
 from troupe.envs.verifiers.state import StateMatch, differences
 from troupe.envs.verifiers.symbolic import Symbolic
 from troupe.envs.verifiers.text import F1, Exact, Format
+from troupe.envs.verifiers.unit_tests import Case, UnitTests
 
 __all__ = [
     "F1",
+    "Case",
     "Composition",
     "Exact",
     "ExecutionMatch",
@@ -23,6 +25,7 @@ __all__ = [
     "Judge",
     "StateMatch",
     "Symbolic",
+    "UnitTests",
     "Verifier",
     "differences",
     "of",

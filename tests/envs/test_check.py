@@ -57,10 +57,21 @@ def detail_of(report, promise):
 # -- good worlds -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+SANDBOXED = ("code", "math_python", "swe")
+OTHERS = ("miniwob", "textworld")  # what they need is not everywhere; their own tests check them
+
+
+@pytest.mark.parametrize("name", sorted({*BUILT_IN} - {*SANDBOXED, *OTHERS}))
 def test_the_built_in_worlds_conform(name):
     report = check(find(name), episodes=5, others=0)
     assert report.ok and "warning" not in status_of(report).values(), str(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SANDBOXED)
+def test_the_built_in_worlds_that_run_programs_conform(name, bubblewrap):
+    report = check(find(name), {**bubblewrap, "sandboxes": 8}, episodes=4, timeout_s=60.0, others=0)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("name", ["Newcomer", "Telling", "Desk", "Threaded", "Tidy", "Halting"])

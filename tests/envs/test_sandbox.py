@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from troupe.envs import sandbox
-from troupe.envs.sandbox import SandboxSettings, docker, seccomp
+from troupe.envs.sandbox import SandboxSettings, bubblewrap, docker, seccomp
 from troupe.envs.sandbox.owner import LABEL, PREFIX, alive, me
 from troupe.envs.sandbox.pool import Pool
 from troupe.envs.sandbox.reaper import reap
@@ -412,6 +412,23 @@ def test_the_reaper_removes_what_dead_owners_left_and_nothing_else(tmp_path, mon
         (tmp_path / f"{PREFIX}{name}-abc" / "x").mkdir(parents=True)
     assert sorted(reap()) == sorted(f"{PREFIX}{name}-abc" for name in dead)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(f"{PREFIX}{name}-abc" for name in kept)
+
+
+def test_the_reaper_ends_a_bubblewrap_that_was_being_started_when_its_owner_died():
+    boot, pid, started = me().split(".")
+    code = "import time; time.sleep(600)"
+    left, kept, other = (
+        subprocess.Popen(["/usr/bin/bwrap", "-c", code, given], executable=sys.executable)
+        for given in (f'{{"owner": "{boot}.{pid}.{int(started) + 1}"}}', f'{{"owner": "{me()}"}}', "[]")
+    )
+    try:
+        assert gone(lambda: b"bwrap" not in Path(f"/proc/{left.pid}/cmdline").read_bytes())
+        assert str(left.pid) in bubblewrap.reap() and left.wait(10) == -signal.SIGKILL
+        assert kept.poll() is None and other.poll() is None
+    finally:
+        for process in (left, kept, other):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.slow

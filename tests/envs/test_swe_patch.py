@@ -6,9 +6,10 @@ import re
 import pytest
 
 from troupe.envs.base import Task, belongs, rng_of
+from troupe.envs.bugs import _FUNCTIONS
 from troupe.envs.check import player_score
 from troupe.envs.patches import reward
-from troupe.envs.swe_patch import _FUNCTIONS, SwePatch, edit
+from troupe.envs.swe_patch import SwePatch, edit
 
 
 def opened(split="train", seed=0, **options):
@@ -29,11 +30,15 @@ def test_what_an_issue_says_is_true_and_the_right_patch_mends_it(functions):
     for seed in range(150):
         world, observation = opened(seed=seed, functions=functions)
         call, wrong, right = re.match(r"Issue: (.*) gives (.*), but it should be (.*)\.", observation).groups()
-        assert value(world.before, call) == wrong != right == value(world.after, call)
-        assert world.before in observation and world.path in observation
+        assert value(world.module.before, call) == wrong != right == value(world.module.after, call)
+        assert world.module.before in observation and world.module.path in observation
         turn = world.step(world.play(random.Random(0), noise=0.0))
         assert (turn.reward, turn.done, turn.success, turn.text) == (1.0, True, True, "Merged.")
-        changed = [pair for pair in zip(world.before.splitlines(), world.after.splitlines(), strict=True) if len(set(pair)) > 1]
+        changed = [
+            pair
+            for pair in zip(world.module.before.splitlines(), world.module.after.splitlines(), strict=True)
+            if len(set(pair)) > 1
+        ]
         assert len(changed) == 1
         seen.add(re.sub(r"\w+\(", "(", call) + wrong)
     assert len(seen) > 0.7 * sum(len(kind.bugs) for kind in _FUNCTIONS)
@@ -41,7 +46,7 @@ def test_what_an_issue_says_is_true_and_the_right_patch_mends_it(functions):
 
 def test_no_module_is_in_both_splits():
     for split in ("train", "heldout"):
-        assert all(belongs(opened(split, seed)[0].before, split) for seed in range(100))
+        assert all(belongs(opened(split, seed)[0].module.before, split) for seed in range(100))
 
 
 def test_a_noisy_player_is_graded_as_the_reward_says():
@@ -50,15 +55,19 @@ def test_a_noisy_player_is_graded_as_the_reward_says():
         world, _ = opened(seed=seed)
         message = world.play(random.Random(seed), noise=1.0)
         turn = world.step(message)
-        assert turn.reward == reward(message, {world.path: world.before}, {world.path: world.after}) == sum(turn.parts.values())
+        assert (
+            turn.reward
+            == reward(message, {world.module.path: world.module.before}, {world.module.path: world.module.after})
+            == sum(turn.parts.values())
+        )
         rewards.add(turn.reward)
     assert -1.0 in rewards and len(rewards) > 10 and player_score(SwePatch, n=40).success == 1.0
 
 
 def test_an_edit_that_breaks_another_function_too_is_not_merged():
     world, _ = opened(seed=1)
-    line = world.before.splitlines()[1]
-    turn = world.step(edit(world.path, [line], ["    pass"]))
+    line = world.module.before.splitlines()[1]
+    turn = world.step(edit(world.module.path, [line], ["    pass"]))
     assert turn.success is False and 0.0 < turn.reward < 1.0
 
 
