@@ -25,6 +25,7 @@ GROUP = "troupe.envs"
 BUILT_IN = {
     "bandit": "troupe.envs.bandit:Bandit",
     "calculator": "troupe.envs.calculator:Calculator",
+    "desk": "troupe.envs.desk.world:Desk",
     "echo": "troupe.envs.echo:Echo",
     "frozen_lake": "troupe.envs.frozen_lake:FrozenLake",
     "guess": "troupe.envs.guess:Guess",
@@ -32,6 +33,7 @@ BUILT_IN = {
     "search": "troupe.envs.search:Search",
     "shop": "troupe.envs.shop:Shop",
     "sokoban": "troupe.envs.sokoban:Sokoban",
+    "sql": "troupe.envs.sql:Sql",
     "stockroom": "troupe.envs.stockroom:Stockroom",
     "swe_patch": "troupe.envs.swe_patch:SwePatch",
     "tool_calls": "troupe.envs.tool_calls:ToolCalls",
