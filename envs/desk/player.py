@@ -85,7 +85,7 @@ class Player:
             return ToolCall("look_up", {"number": wish.number})
         kind = "reservations" if wish.number.startswith("R") else "orders"
         mine = [n for n, found in records[kind].items() if found["customer"] == self.world.customer and n not in known]
-        return ToolCall("look_up", {"number": sorted(mine)[0]})
+        return ToolCall("look_up", {"number": min(mine, default=wish.number)})
 
     def _is_done(self, wish: Request) -> bool:
         now, after = (desk.record(records, wish.number) for records in (self.world.records, self.world.expected))
