@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import ssl
 import string
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, Literal
 
 from pydantic_core import to_jsonable_python
 
 from troupe.envs.base import action_of, finite
+from troupe.envs.endpoint import Endpoint
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 Scale = Literal["yes_no", "number"] | Callable[[str], float | None]
@@ -71,9 +69,17 @@ class Judge:
         self.values = dict(values or {})
         _check(prompt, {"answer", *self.values})
         self.prompt, self.system, self.scale = prompt, system, scale
-        self.model, self.base_url, self.api_key = model, base_url, api_key or os.environ.get("OPENAI_API_KEY") or "none"
-        self.attempts, self.retries, self.timeout_s = attempts, retries, timeout_s
-        self.max_tokens, self.temperature = max_tokens, temperature
+        self.model, self.attempts, self.timeout_s = model, attempts, timeout_s
+        self.endpoint = Endpoint(
+            model,
+            base_url,
+            who="judge",
+            retries=retries,
+            timeout_s=timeout_s,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            api_key=api_key,
+        )
 
     def messages(self, subject: Any) -> list[dict[str, str]]:
         """What the judge is asked."""
@@ -89,38 +95,14 @@ class Judge:
         except TimeoutError:
             raise EnvironmentFailed(f"judge {self.model} has given no score for {self.timeout_s:g} s") from None
 
-    async def _score(self, messages: list[Any]) -> float:
-        import httpx2
-        import openai
-
+    async def _score(self, messages: list[dict[str, str]]) -> float:
         reply = ""
-        async with (
-            httpx2.AsyncClient(verify=self._certificates) as http,
-            openai.AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                http_client=http,
-                max_retries=self.retries,
-                timeout=self.timeout_s,
-            ) as client,
-        ):
-            for _ in range(self.attempts):
-                try:
-                    completion = await client.chat.completions.create(
-                        model=self.model, messages=messages, temperature=self.temperature, max_tokens=self.max_tokens
-                    )
-                    reply = completion.choices[0].message.content or ""
-                except (openai.OpenAIError, LookupError, AttributeError, TypeError) as error:  # the last three: no completion
-                    raise EnvironmentFailed(f"judge {self.model} at {self.base_url}: {_line(error)}") from error
-                score = self.scale(reply) if callable(self.scale) else read(reply, self.scale)
-                if score is not None:
-                    return finite(f"the score of judge {self.model}", score)
+        for _ in range(self.attempts):
+            reply = await self.endpoint.reply(messages)
+            score = self.scale(reply) if callable(self.scale) else read(reply, self.scale)
+            if score is not None:
+                return finite(f"the score of judge {self.model}", score)
         raise EnvironmentFailed(f"judge {self.model} gave no score in {self.attempts} replies, last: {reply[-_SHOWN:]!r}")
-
-    @cached_property
-    def _certificates(self) -> ssl.SSLContext:
-        """Read once: it takes longer than a question to a small model."""
-        return ssl.create_default_context()
 
 
 def read(reply: str, scale: Literal["yes_no", "number"]) -> float | None:
@@ -145,7 +127,3 @@ def _check(prompt: str, known: set[str]) -> None:
     for name in sorted(names ^ known):
         what = "has no value: give values=" if name in names else "is not in the prompt, but in values="
         raise ConfigError(f"Judge: {{{name}}} {what}{{'{name}': …}}")
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
