@@ -79,13 +79,21 @@ class Driver:
 
     world: a TextWorld. executor: where its synchronous methods run; None: in a thread of the driver's own. Worlds
     with `inline = True` are called directly, on the event loop, without a time limit. timeout_s: for each call.
+    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds.
     """
 
-    def __init__(self, world: TextWorld, *, executor: Executor | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        world: TextWorld,
+        *,
+        executor: Executor | None = None,
+        timeout_s: float = 30.0,
+        timed: Callable[[str, float], None] = lambda call, seconds: None,
+    ) -> None:
         self.world = world
         self.timeout_s = timeout_s
         self.name = type(world).__name__
-        self._executor = executor
+        self._executor, self._timed = executor, timed
         self._own: _Thread | None = None
         self._alone = asyncio.Lock()
         self._task: Task | None = None
@@ -104,7 +112,7 @@ class Driver:
         self._task, self._playing, self._over = task, False, False
         self.world._begin(task)
         try:
-            text = await self._call("reset", partial(self.world.reset, task))
+            text = await self._call("reset", partial(self.world.reset, task), call="reset")
         except (ValueError, InvalidAction) as error:  # nothing was asked of the agent yet: this is the world's fault
             raise self._failed("reset", error) from error
         if not isinstance(text, str):
@@ -158,7 +166,7 @@ class Driver:
         if not isinstance(self.world, ToolWorld) or type(self.world).verify is ToolWorld.verify:
             return None
         try:
-            return await self._turn("verify", self.world.verify, turn_of)
+            return await self._turn("verify", self.world.verify, turn_of, call="verify")
         except InvalidAction as error:  # nobody is there to be told
             self._playing = False
             raise self._failed("verify", error.__cause__ or error) from error
@@ -182,7 +190,7 @@ class Driver:
         self._closed, self._playing = True, False
         try:
             if not self._lost and type(self.world).close is not TextWorld.close:  # the default does nothing: no thread for it
-                await self._call("close", self.world.close)
+                await self._call("close", self.world.close, call="close")
         except (ValueError, InvalidAction) as error:
             raise self._failed("close", error) from error
         finally:
@@ -191,7 +199,14 @@ class Driver:
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
-    async def _turn(self, method: str, function: Callable[[], Any], read: Callable[[Any], Any], beside: bool = False) -> Turn:
+    async def _turn(
+        self,
+        method: str,
+        function: Callable[[], Any],
+        read: Callable[[Any], Any],
+        beside: bool = False,
+        call: str = "step",
+    ) -> Turn:
         """One call within an episode. read: makes a Turn or a str of what came back. beside: others may run meanwhile, so
         the episode may end before this call begins or before it returns."""
 
@@ -203,7 +218,7 @@ class Driver:
         if not self._playing:
             raise EnvironmentFailed(f"{self._where(method)} was called outside of an episode: reset it first")
         try:
-            found = await self._call(method, function, still_playing)
+            found = await self._call(method, function, still_playing, call)
             still_playing()
             turn = self._checked(method, self._read(method, read, found))
         except (InvalidAction, ValueError) as error:
@@ -217,9 +232,12 @@ class Driver:
             self._playing, self._over = False, True
         return turn
 
-    async def _call(self, method: str, function: Callable[[], Any], before: Callable[[], None] = lambda: None) -> Any:
-        """What `function` returns, awaited if need be. before: may raise, when it is the call's turn."""
+    async def _call(
+        self, method: str, function: Callable[[], Any], before: Callable[[], None] = lambda: None, call: str = "step"
+    ) -> Any:
+        """What `function` returns, awaited if need be. before: may raise, when it is the call's turn. call: its kind."""
         clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             if self.world.inline or inspect.iscoroutinefunction(function):
                 self._not_lost(method)
@@ -243,6 +261,8 @@ class Driver:
             raise
         except (Exception, SystemExit) as error:
             raise self._failed(method, error) from error
+        finally:
+            self._timed(call, clock() - began)
         return result
 
     async def _in_thread(self, function: Callable[[], Any], until: float) -> Outcome:

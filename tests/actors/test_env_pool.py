@@ -94,7 +94,7 @@ class Here:
     def ref(self, name: str, cls: type[Any]) -> Any:
         return self
 
-    def watch_loop(self, limit_s: float) -> None:
+    def watch_loop(self, limit_s: float, lag: Any = None) -> None:
         return
 
     def die(self, reason: str) -> None:
