@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from troupe.actors import loops, rendering
+from troupe.actors import loops, rehearsal, rendering
 from troupe.actors.context import Context, within
 from troupe.actors.loops.base import Outcome, Stage
 from troupe.actors.recorder import Recorder
@@ -59,6 +59,8 @@ from troupe.protocol.messages import (
     Limits,
     Ping,
     Receipt,
+    Rehearse,
+    Rehearsed,
     Routes,
     RunEpisode,
     Sampling,
@@ -183,6 +185,20 @@ class EnvPool:
         shown.success = wins / max(1, played)
         return shown
 
+    async def rehearse(self, message: Rehearse) -> Rehearsed:
+        """An episode without a model and without a record: for measuring a world. What breaks it is an answer too."""
+        limits, done = message.limits, Rehearsed()
+        driver = self._driver(limits.env_step_s)
+        try:
+            try:
+                what = f"{self._context.name}: the episode"
+                await within(limits.episode_s, what, rehearsal.play(driver, message.task, message.seed, limits.max_turns, done))
+            finally:
+                await self._close(driver)
+        except (EpisodeError, TimedOut) as error:
+            done.failure = str(error)
+        return done
+
     async def health(self, message: Ping) -> Health:
         """Load is the number of live episodes."""
         return Health(
@@ -291,7 +307,8 @@ class EnvPool:
 
     def _driver(self, seconds: float) -> Driver:
         world = registry.make(self._world, self._options)
-        return Driver(world, executor=self._context.executor, timeout_s=seconds, timed=self._timed)
+        context = self._context
+        return Driver(world, executor=context.executor, timeout_s=seconds, timed=self._timed, clock=context.clock.now)
 
     def _hear_lag(self, seconds: float) -> None:
         self._lag = seconds

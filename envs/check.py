@@ -144,11 +144,11 @@ def _scripted(driver: Driver, rng: random.Random, noise: float) -> Agent:
     return act
 
 
-def _player_or_guesser(driver: Driver, rng: random.Random) -> Agent:
-    """The scripted player, rather noisy; without one, tools and words picked at random, most of them from what was seen."""
+def player_or_guesser(driver: Driver, rng: random.Random, noise: float = 0.5) -> Agent:
+    """The scripted player, as noisy as that; without one, tools and words picked at random, most of them from what was seen."""
 
     def act(observation: str, turn: int) -> Action:
-        message = driver.play(rng, 0.5)
+        message = driver.play(rng, noise)
         if message is not None:
             return message
         seen: list[str] = re.findall(r"\w+", observation)[:40]
@@ -276,7 +276,7 @@ class _Suite:
         seconds = [0.0]
         for index in range(self.episodes):
             driver = self._driver()
-            agent = _player_or_guesser(driver, random.Random(index))
+            agent = player_or_guesser(driver, random.Random(index))
             self.played.append(await _play(driver, self.world.task("train", index), agent, seconds))
         turns = sum(len(episode.actions) for episode in self.played)
         self.report.step_s = (median(seconds), max(seconds))

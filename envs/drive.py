@@ -33,6 +33,7 @@ import ctypes
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -79,7 +80,8 @@ class Driver:
 
     world: a TextWorld. executor: where its synchronous methods run; None: in a thread of the driver's own. Worlds
     with `inline = True` are called directly, on the event loop, without a time limit. timeout_s: for each call.
-    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds.
+    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds
+    by `clock` (an event loop's own may be as coarse as a millisecond).
     """
 
     def __init__(
@@ -89,11 +91,12 @@ class Driver:
         executor: Executor | None = None,
         timeout_s: float = 30.0,
         timed: Callable[[str, float], None] = lambda call, seconds: None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.world = world
         self.timeout_s = timeout_s
         self.name = type(world).__name__
-        self._executor, self._timed = executor, timed
+        self._executor, self._timed, self._clock = executor, timed, clock
         self._own: _Thread | None = None
         self._alone = asyncio.Lock()
         self._task: Task | None = None
@@ -237,7 +240,7 @@ class Driver:
     ) -> Any:
         """What `function` returns, awaited if need be. before: may raise, when it is the call's turn. call: its kind."""
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began = self._clock()
         try:
             if self.world.inline or inspect.iscoroutinefunction(function):
                 self._not_lost(method)
@@ -262,7 +265,7 @@ class Driver:
         except (Exception, SystemExit) as error:
             raise self._failed(method, error) from error
         finally:
-            self._timed(call, clock() - began)
+            self._timed(call, max(0.0, self._clock() - began))
         return result
 
     async def _in_thread(self, function: Callable[[], Any], until: float) -> Outcome:

@@ -256,6 +256,27 @@ class Demonstrations:
     broken: str = ""
 
 
+@dataclass(slots=True)
+class Rehearse:
+    """Play `task` without a model, as the world's scripted player does; without one, with tools and words picked at random."""
+
+    __pydantic_config__ = _CONFIG
+    task: Task
+    seed: int
+    limits: Limits
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """How it went: actions, those that the world did not accept, the return; what broke it, or an empty string."""
+
+    __pydantic_config__ = _CONFIG
+    steps: int = 0
+    refused: int = 0
+    reward: float = 0.0
+    failure: str = ""
+
+
 # -- dispatcher ------------------------------------------------------------------------------------------------------
 
 
