@@ -215,6 +215,7 @@ class SimulatedRun:
                         await asyncio.sleep(1.0)
                     await context.kill("director")
                 killing.cancel()
+                await asyncio.gather(killing, return_exceptions=True)
 
             self.simulation.run(main)
             self.crashes = self.simulation.crashes

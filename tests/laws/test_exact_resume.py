@@ -30,19 +30,20 @@ COMING_AND_GOING = {"env__slots": 2, "env__actors": 2, "env__max_actors": 4, "en
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 1.0, 600.0])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
 def test_a_run_whose_pools_come_and_go_trains_exactly_what_a_still_one_trains(simulated_run, seed, drain_s):
-    """By hand, and with the load; actors die while pools start and drain; every episode is stored once (see below)."""
+    """By hand, and with the load; actors die while pools start and drain; every episode is stored once."""
     still = simulated_run()
     still.play(0)
-    moved = simulated_run(**COMING_AND_GOING, env__min_actors=1, env__drain_s=drain_s)
+    slowly = {"turns": 2, "sleep": 1.5}
+    moved = simulated_run(**COMING_AND_GOING, env__min_actors=1, env__drain_s=drain_s, env__options=slowly)
     moved.play(seed, crashes=3, until_s=25.0, scalings=6)
     assert moved.weights() == still.weights(), moved.crashes
     assert steps_measured(moved) == steps_measured(still), moved.crashes
     rows = RunFolder(moved.folder).trajectories().select(["id", "trains"]).to_pylist()
     assert len({row["id"] for row in rows}) == len(rows)
     assert sum(row["trains"] for row in rows) == 4 * 2 * 3
-    assert moved.events("draining") and moved.events("retired")
+    assert len(moved.events("scale")) >= 2
 
 
 def test_pools_follow_the_load_and_every_change_is_told(simulated_run):
