@@ -94,6 +94,11 @@ class Ledger:
         names = sorted(last, key=lambda name: (len(name), name))
         return [n for n in names if last[n] == "starting"], [n for n in names if last[n] == "draining"]
 
+    def names(self, kind: str) -> set[str]:
+        """Names of that kind that were ever given to an actor of this run."""
+        rows = self._rows("journal.jsonl")
+        return {row["actor"] for row in rows if row.get("event") == "starting" and row["actor"].startswith(kind)}
+
     def wanted(self) -> dict[str, int]:
         """Numbers of children that were last asked for while the run was live."""
         asked = [row["wanted"] for row in self._rows("journal.jsonl") if row.get("event") == "scale"]

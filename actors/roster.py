@@ -52,7 +52,7 @@ class Roster:
         members, leaving = self._ledger.members("env-")
         for name in [*members[self.wanted :], *leaving]:
             self._send_off(name)
-        return [*members[: self.wanted], *_new(self.wanted - len(members), {*members, *leaving})]
+        return [*members[: self.wanted], *_new(self.wanted - len(members), self._ledger.names("env-"))]
 
     async def follow_the_load(self) -> None:
         """Changes the number with the load, until it is cancelled."""
@@ -81,7 +81,7 @@ class Roster:
             self._ledger.say(f"pools {len(have)} → {wanted}: {why}")
             for name in have[wanted:]:
                 self._send_off(name)
-            new = _new(wanted - len(have), {*have, *self._leaving})
+            new = _new(wanted - len(have), self._ledger.names("env-"))
             await asyncio.gather(*(self._company.ensure(name) for name in new))
             if self._elastic is not None:
                 self._elastic.rule.rest()
@@ -103,6 +103,6 @@ class Roster:
 
 
 def _new(count: int, taken: set[str]) -> list[str]:
-    """Names for `count` more pools: of the lowest numbers that are free."""
+    """Names for `count` more pools, none of which a pool of this run ever had: others may still think of that one."""
     free = (name for name in map("env-{}".format, itertools.count()) if name not in taken)
     return list(itertools.islice(free, max(0, count)))
