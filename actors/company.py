@@ -6,7 +6,7 @@ Owns the actors that the director leads, and the current weight version. Promise
 - a child that dies is started again with back-off and welcomed with all that it must know; more than `max_restarts`
   deaths within `RESTART_WINDOW_S` seconds stop the run, saying whose;
 - children are found again by name, so that a new director takes over the company of the one before (law 7);
-- a child that is scaled away finishes its work first, at most for the length of an episode.
+- a child that is scaled away finishes its work first, within a limit. Which pools there are is said by `roster.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import Dispatcher
@@ -26,10 +26,11 @@ from troupe.actors.evaluator import Evaluator
 from troupe.actors.generator import Generator
 from troupe.actors.learner import Learner, Trains
 from troupe.actors.ledger import Ledger
+from troupe.actors.roster import Roster
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
-from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, Routes, Scale, Weights
+from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, PoolsHeard, Routes, Scale, Weights
 
 T = TypeVar("T")
 
@@ -58,7 +59,9 @@ class Company:
     def __init__(self, context: Context, config: RunConfig, parts: Parts, limits: Limits, ledger: Ledger) -> None:
         self._context, self._config, self._parts = context, config, parts
         self._limits, self._ledger = limits, ledger
-        self._wanted = {"env": config.env.actors, "generator": config.generator.replicas, **ledger.wanted()}
+        wanted = {"env": config.env.actors, "generator": config.generator.replicas, **ledger.wanted()}
+        self._generators_wanted = wanted["generator"]
+        self.roster = Roster(self, context, config.env, ledger, wanted["env"], limits.episode_s)
         self._weights: Weights | None = None
         self._proved: dict[str, int] = {}
         self._alive: set[str] = set()
@@ -67,7 +70,7 @@ class Company:
         self._publishing = asyncio.Lock()
         self._scaling = asyncio.Lock()
         self._dispatcher = context.ref("dispatcher", Dispatcher)
-        self._informing: asyncio.Task[None] | None = None
+        self._routines: list[asyncio.Task[None]] = []
         self.version = -1
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -80,8 +83,8 @@ class Company:
         return sorted(n for n in self._alive if n.startswith("generator-"))
 
     def roll_call(self) -> dict[str, str]:
-        """Every child and how it is: "alive", "proved" (a generator that takes work), "proving" or "dead"."""
-        states = {}
+        """Every child and how it is: "alive", "proved" (a generator that takes work), "proving", "draining" or "dead"."""
+        states = dict.fromkeys(self.roster.draining(), "draining")
         for name in sorted(self._watchers):
             state = "alive" if name in self._alive else "dead"
             if name.startswith("generator-") and state == "alive":
@@ -100,23 +103,27 @@ class Company:
                     raise TimedOut(f"{what}: {error} (for {RESTART_WINDOW_S:g} s)") from error
                 await asyncio.sleep(0.5)
 
-    def _of(self, kind: str) -> set[str]:
-        return {n for n in self._watchers if n.startswith(kind)}
+    def members(self, kind: str) -> list[str]:
+        """Children of that kind, alive or being replaced, in the order of their numbers."""
+        return sorted((n for n in self._watchers if n.startswith(kind)), key=lambda name: (len(name), name))
+
+    def wanted(self) -> dict[str, int]:
+        """How many there should be of each kind that can be scaled."""
+        return {"env": self.roster.wanted, "generator": self._generators_wanted}
 
     # -- for the director --------------------------------------------------------------------------------------------------
 
     async def gather(self) -> None:
         """Starts or finds every child, then watches over all of them."""
         trains = self._parts.make_trainer is not None
-        await asyncio.gather(*(self._ensure(name) for name in ("store", *(["learner"] if trains else []))))
-        pools = [f"env-{i}" for i in range(self._wanted["env"])]
-        generators = [f"generator-{i}" for i in range(self._wanted["generator"])]
-        await asyncio.gather(self._ensure("dispatcher"), *(self._ensure(name) for name in [*pools, *generators]))
+        await asyncio.gather(*(self.ensure(name) for name in ("store", *(["learner"] if trains else []))))
+        generators = [f"generator-{i}" for i in range(self._generators_wanted)]
+        await asyncio.gather(self.ensure("dispatcher"), *(self.ensure(name) for name in [*self.roster.opening(), *generators]))
         if trains:
-            await self._ensure("evaluator")
-        await self._inform()
-        if self._informing is None:
-            self._informing = asyncio.ensure_future(self._keep_informed())
+            await self.ensure("evaluator")
+        await self.inform()
+        routines = [self._keep_informed(), *([self.roster.follow_the_load()] if self._config.env.elastic else [])]
+        self._routines += [asyncio.ensure_future(self.keep(routine)) for routine in routines]
 
     async def publish(self, weights: Weights) -> None:
         """Gives the weights to every generator, takes the proofs, then announces the version. Waits for a replacement
@@ -136,23 +143,24 @@ class Company:
         await self.patiently("dispatcher.announce", lambda: self._dispatcher.announce(Announce(weights.version)))
 
     async def scale(self, wanted: Scale) -> None:
-        """Changes the number of environment pools or generators; returns when it is done."""
-        async with self._scaling:
-            if wanted.env_actors is not None:
-                self._wanted["env"] = wanted.env_actors
-                await self._scale_pools()
-            if wanted.generators is not None:
-                self._wanted["generator"] = wanted.generators
+        """Changes the number of environment pools or generators. New ones live when it returns; pools that go may go on
+        finishing their episodes. Raises ConfigError for a number of pools that the recipe's bounds exclude."""
+        if wanted.env_actors is not None:
+            await self.roster.scale(wanted.env_actors)
+        if wanted.generators is not None:
+            async with self._scaling:
+                self._generators_wanted = wanted.generators
                 await self._scale_generators()
-        self._ledger.note("scale", wanted=dict(self._wanted))
+            self._ledger.note("scale", wanted=self.wanted())
 
     async def close(self) -> None:
         """Ends every child."""
-        watchers = [*self._watchers.values(), *([self._informing] if self._informing else [])]
+        children = [*self._watchers, *self.roster.draining()]
+        watchers = [*self._watchers.values(), *self.roster.tasks(), *self._routines]
         for watcher in watchers:
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
-        await asyncio.gather(*(self._context.kill(name) for name in self._watchers), return_exceptions=True)
+        await asyncio.gather(*(self._context.kill(name) for name in children), return_exceptions=True)
         self._watchers.clear()
         self.broken.cancel()
 
@@ -183,7 +191,7 @@ class Company:
     async def _route(self) -> None:
         """Tells every pool which generators take work."""
         routes = Routes(self._provers())
-        for pool in self.pools():
+        for pool in [*self.pools(), *self.roster.draining()]:
             with contextlib.suppress(*_PASSING):
                 await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
 
@@ -198,7 +206,7 @@ class Company:
 
     # -- children ------------------------------------------------------------------------------------------------------
 
-    async def _ensure(self, name: str) -> None:
+    async def ensure(self, name: str) -> None:
         """Starts `name` unless it lives already, and watches over it."""
         if await self._context.exists(name):
             self._alive.add(name)
@@ -206,6 +214,13 @@ class Company:
             await self._bring(name, "")
         if name not in self._watchers:
             self._watchers[name] = asyncio.ensure_future(self._supervise(name))
+
+    def dismiss(self, name: str) -> None:
+        """`name` is no member any more: it gets no new work, and nobody replaces it."""
+        self._alive.discard(name)
+        watcher = self._watchers.pop(name, None)
+        if watcher is not None:
+            watcher.cancel()
 
     async def _bring(self, name: str, death: str) -> None:
         """Starts `name`, again and again if it dies while it starts. `death`: why the one before died, if there was one."""
@@ -292,7 +307,7 @@ class Company:
                 self._proved.pop(name, None)
                 await self._bring(name, reason)
                 self._ledger.say(f"{name} is back")
-                await self._inform()
+                await self.inform()
         except Exception as error:
             self._break(name, error)
 
@@ -305,14 +320,18 @@ class Company:
         if recent > self._config.max_restarts:
             raise TroupeError(f"{name} died {recent} times within {RESTART_WINDOW_S:g} s; last: {reason}")
         self._ledger.say(f"{name} died ({reason}); starting a new one")
-        await self._tell_pools()
+        await self.tell_pools()
         await asyncio.sleep(min(10.0, 0.1 * 2 ** (recent - 1)))
 
     async def _keep_informed(self) -> None:
+        while True:
+            await asyncio.sleep(INFORM_S)
+            await self.inform()
+
+    async def keep(self, work: Awaitable[None]) -> None:
+        """Does work without which the run cannot go on: what breaks it ends the run."""
         try:
-            while True:
-                await asyncio.sleep(INFORM_S)
-                await self._inform()
+            await work
         except Exception as error:
             self._break("the company", error)
 
@@ -321,10 +340,10 @@ class Company:
         if not self.broken.done():
             self.broken.set_exception(error if isinstance(error, TroupeError) else TroupeError(f"{who}: {error!r}"))
 
-    async def _inform(self) -> None:
+    async def inform(self) -> None:
         """Tells everybody again what they must know: which pools live, the current weights, who holds them, the version.
         All of it is idempotent, so whatever message was lost, or sent before its receiver was born, arrives in the end."""
-        await self._tell_pools()
+        await self.tell_pools()
         weights = self._weights
         if weights is not None:
             async with self._publishing:
@@ -338,42 +357,32 @@ class Company:
             with contextlib.suppress(*_PASSING):
                 await within(60.0, "dispatcher.announce", self._dispatcher.announce(Announce(self.version)))
 
-    async def _tell_pools(self) -> None:
-        """Tells the dispatcher which pools live."""
-        slots = dict.fromkeys(self.pools(), self._config.env.slots)
+    async def tell_pools(self) -> PoolsHeard | None:
+        """Tells the dispatcher which pools live and which drain; returns what it has left in those, None if it did not hear."""
+        message = Pools(dict.fromkeys(self.pools(), self._config.env.slots), self.roster.draining())
         with contextlib.suppress(*_PASSING):
-            await within(60.0, "dispatcher.pools", self._dispatcher.pools(Pools(slots)))
-
-    async def _scale_pools(self) -> None:
-        have, want = self._of("env-"), {f"env-{i}" for i in range(self._wanted["env"])}
-        await asyncio.gather(*(self._ensure(name) for name in sorted(want - have)))
-        self._alive -= have - want
-        await self._inform()
-        for name in sorted(have - want):
-            await self._retire(name, EnvPool)
-        self._ledger.say(f"environment actors: {len(self.pools())}")
+            return await within(60.0, "dispatcher.pools", self._dispatcher.pools(message))
+        return None
 
     async def _scale_generators(self) -> None:
-        have, want = self._of("generator-"), {f"generator-{i}" for i in range(self._wanted["generator"])}
+        have, want = set(self.members("generator-")), {f"generator-{i}" for i in range(self._generators_wanted)}
         for name in sorted(want - have):
-            await self._ensure(name)
+            await self.ensure(name)
         self._alive -= have - want
         for name in have - want:
             self._proved.pop(name, None)
-        await self._inform()
+        await self.inform()
         for name in sorted(have - want):
-            await self._retire(name, Generator)
+            await self._retire(name)
         self._ledger.say(f"generators: {len(self.generators())}")
 
-    async def _retire(self, name: str, cls: type[Any]) -> None:
-        """Waits until the child's work is done (at most the length of an episode), then ends it."""
-        watcher = self._watchers.pop(name, None)
-        if watcher is not None:
-            watcher.cancel()
+    async def _retire(self, name: str) -> None:
+        """Waits until the generator's work is done (at most the length of an episode), then ends it."""
+        self.dismiss(name)
         deadline = self._context.clock.now() + self._limits.episode_s
         try:
             while self._context.clock.now() < deadline:
-                health = await within(10.0, f"{name}.health", self._context.ref(name, cls).health(Ping()))
+                health = await within(10.0, f"{name}.health", self._context.ref(name, Generator).health(Ping()))
                 if health.load == 0:
                     break
                 await asyncio.sleep(0.1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
@@ -67,9 +67,10 @@ class Context(Protocol):
     def die(self, reason: str) -> None:
         """Ends this actor now: it met what it cannot handle, and its supervisor, who is told why, shall replace it."""
 
-    def watch_loop(self, limit_s: float) -> None:
+    def watch_loop(self, limit_s: float, lag: Callable[[float], None] = lambda seconds: None) -> None:
         """Ends this actor when its event loop stands still for longer than that: it runs code that is not ours, which may
-        never give the loop back. Names the line. (There is nothing to watch in virtual time.)"""
+        never give the loop back. Names the line. `lag` is told about once a second, in another thread, how many seconds the
+        loop was late. (There is nothing to watch in virtual time.)"""
 
 
 async def within(seconds: float, culprit: str, work: Awaitable[T]) -> T:

@@ -23,10 +23,12 @@ from troupe.actors.evaluator import Evaluator
 from troupe.actors.generator import Generator
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
+from troupe.actors.pool_load import columns, since, told
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
 from troupe.actors.watch import Watch
 from troupe.envs import registry
+from troupe.protocol import latency
 from troupe.protocol.errors import ActorLost, EnvironmentFailed, NotReady, TimedOut
 from troupe.protocol.messages import (
     Ack,
@@ -80,6 +82,8 @@ class Director:
         self._weights: Weights | None = None
         self._counts: DispatcherStatus | None = None
         self._heard: Counter[str] = Counter()
+        self._latency: latency.Latencies = {}
+        self._scalings = 0
         self._stop = asyncio.Event()
         self._finished = False
 
@@ -328,6 +332,7 @@ class Director:
         except (ActorLost, NotReady, TimedOut):
             pass  # a share that nobody could tell is left out
         states = company.roll_call()
+        pools = await self._pools(company)
         self._ledger.measure(
             trained.step,
             version=trained.weights.version,
@@ -337,12 +342,22 @@ class Director:
             tokens_per_s=trained.metrics.get("policy_tokens", 0.0) / max(1e-9, took),
             actors_alive=sum(state != "dead" for state in states.values()),
             **busy,
+            **pools,
             **trained.metrics,
         )
         try:
             self._watch.look()
         finally:
             await self._summarise()
+
+    async def _pools(self, company: Company) -> dict[str, float]:
+        """Of the environment pools since the step before: how many, how often that changed, how long their worlds take."""
+        roster = company.roster
+        await roster.load.look(company.pools())
+        new, self._latency = since(roster.load.total, self._latency), latency.copied(roster.load.total)
+        changed, self._scalings = roster.scalings - self._scalings, roster.scalings
+        waiting = self._counts.waiting if self._counts else 0
+        return {"pools": len(company.members("env-")), "pools_scaled": changed, "episodes_waiting": waiting, **columns(new)}
 
     async def _hear(self) -> None:
         """Passes on what the dispatcher has to say. Raises what broke it."""
@@ -369,6 +384,7 @@ class Director:
             name=self._config.name,
             on_failure=self._config.rollout.on_failure,
             bias=self._bias(),
+            env_latency=told(self._company.roster.load.total) if self._company else {},
         )
 
     def _bias(self) -> dict[str, str]:

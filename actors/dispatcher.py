@@ -53,6 +53,7 @@ from troupe.protocol.messages import (
     Limits,
     Ping,
     Pools,
+    PoolsHeard,
     RunEpisode,
     Sampling,
 )
@@ -90,6 +91,8 @@ _CANCELS = 3
 _OPEN_EPISODES = 8_192
 """Episodes of each kind whose groups are begun and not committed: the store has room for the records of both kinds."""
 _PAUSE_S = 0.2
+_MOVES = 16
+"""How often an episode may be moved, because its pool drains, until that counts as a failure."""
 
 _Verdict = Literal["trains", "failed", "surplus", "filtered", "evaluation"]
 
@@ -168,13 +171,14 @@ class Dispatcher:
         self._places = itertools.count()
         self._gate = _gate(settings.group_size)
         self._cleared: set[str] = set()  # pools in which nothing of an earlier dispatcher runs
+        self._draining: set[str] = set()  # pools whose attempts are moved if they do not finish there
         self._quarantine = Quarantine(settings.quarantine_after)
         self._steps: dict[int, _Step] = {}
         self._groups: dict[int, _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._ended: Counter[Status] = Counter()
-        self._retried = self._dropped = self._filtered = self._tokens = 0
+        self._retried = self._moved = self._dropped = self._filtered = self._tokens = 0
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
         self._evaluations = 0
         self._broken = ""
@@ -203,14 +207,16 @@ class Dispatcher:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    async def pools(self, message: Pools) -> Ack:
-        """Which pools take episodes now."""
-        new = [name for name in message.slots if name not in self._cleared]
+    async def pools(self, message: Pools) -> PoolsHeard:
+        """Which pools take episodes now, and which only finish theirs."""
+        left_over = {name for name in self._draining if self._permits.used(name)}  # ended, and not all of its calls have heard
+        self._draining = {*message.draining, *left_over} - message.slots.keys()
+        new = [name for name in (*message.slots, *message.draining) if name not in self._cleared]
         heard = await asyncio.gather(*(self._clear(name) for name in new))
         self._cleared.update(name for name, ok in zip(new, heard, strict=True) if ok)
         self._permits.open(message.slots)
         self._fill()
-        return Ack()
+        return PoolsHeard({name: self._permits.used(name) for name in message.draining})
 
     async def announce(self, message: Announce) -> Ack:
         """Every generator holds `version`: more groups may start."""
@@ -260,6 +266,7 @@ class Dispatcher:
         """Counts and the latest events. Raises what broke the run, if something did."""
         if self._broken:
             raise TroupeError(self._broken)
+        waiting, used, slots = self._permits.load()
         return DispatcherStatus(
             version=self._version,
             in_flight=self._in_flight,
@@ -272,6 +279,10 @@ class Dispatcher:
             tokens=self._tokens,
             quarantined=dict(self._quarantine.reasons),
             events=list(self._events),
+            waiting=waiting,
+            used=used,
+            slots=slots,
+            moved=self._moved,
         )
 
     async def health(self, message: Ping) -> Health:
@@ -431,13 +442,15 @@ class Dispatcher:
 
         Retried: infrastructure failures, of evaluations and under the policy "retry". A failure of kind "data" counts
         for the quarantine of its task, and so does an episode that failed at each of several attempts in the same words,
-        the pools' names aside (the latter is not known to a restarted dispatcher).
+        the pools' names aside (the latter is not known to a restarted dispatcher). An attempt that a draining pool did not
+        finish is moved: another runs, and it counts as no failure, at most `_MOVES` times.
         """
         settings, member = self._settings, group.members[number]
         allowed = settings.attempts if group.kind == "eval" or settings.on_failure == "retry" else 1
         last = _lost(member.done) if group.stopped and member.done else None
         member.done = None
         failures: list[str] = []
+        moves = 0
         self._in_flight += 1
         try:
             while not group.stopped and len(failures) < allowed:
@@ -449,7 +462,10 @@ class Dispatcher:
                     self._tell(member.episode, last, "the task's own failure is not retried")
                     self._suspect(group.task, member.episode, last.failure)
                     break
-                if not group.stopped:
+                if last.status == "cancelled" and moves < _MOVES and not group.stopped:
+                    moves += 1
+                    self._moved += 1
+                elif not group.stopped:
                     failures.append(last.failure.replace(last.pool, "") if last.pool else last.failure)
                     again = len(failures) < allowed
                     self._retried += again
@@ -526,7 +542,7 @@ class Dispatcher:
             await self._clear(pool, member.episode, attempt)
         elif error is not None and not isinstance(error, TroupeError):
             raise error
-        if call.cancelled() or (error is not None and group.stopped):
+        if call.cancelled() or (error is not None and (group.stopped or pool in self._draining)):
             return self._unstored(member, "cancelled", pool)
         return call.result() if error is None else self._unstored(member, "failed", pool, str(error))
 

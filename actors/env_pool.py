@@ -8,7 +8,8 @@ Owns its worlds and the trajectories that grow in it. Promises:
 - a world that does not return is given up at its wall clock and its slot is free again. A thread that Python cannot end
   stays behind: with too many of them the pool takes no more episodes, finishes those it has, and lets itself be replaced;
 - an async or inline world that never gives the event loop back ends the pool by name, so that it is replaced;
-- worlds are closed whatever happens (law 9).
+- worlds are closed whatever happens (law 9);
+- a pool that is drained takes no more episodes and finishes those it has.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import json
 import math
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from troupe.actors import loops, rendering
+from troupe.actors import loops, rehearsal, rendering
 from troupe.actors.context import Context, within
 from troupe.actors.loops.base import Outcome, Stage
 from troupe.actors.recorder import Recorder
@@ -42,12 +44,14 @@ from troupe.protocol.errors import (
     TimedOut,
     TroupeError,
 )
+from troupe.protocol.latency import Histogram, Latencies, copied
 from troupe.protocol.messages import (
     Ack,
     CancelEpisode,
     Demonstrate,
     Demonstrations,
     Deposit,
+    Drain,
     EpisodeDone,
     Generate,
     Generated,
@@ -55,6 +59,8 @@ from troupe.protocol.messages import (
     Limits,
     Ping,
     Receipt,
+    Rehearse,
+    Rehearsed,
     Routes,
     RunEpisode,
     Sampling,
@@ -98,12 +104,17 @@ class EnvPool:
         self._playing: dict[tuple[str, int], asyncio.Task[None]] = {}  # what of them can be cancelled: not their deposit
         self._slots = slots
         self._env_step_s = env_step_s
+        self._draining = False
+        self._born, self._lag = context.clock.now(), 0.0
+        calls = {call: Histogram() for call in ("reset", "step", "verify", "close")}
+        self._latency: Latencies = {self._world.name or self._world.__name__: calls}
+        self._timed: Callable[[str, float], None] = lambda call, seconds: calls[call].record(seconds)
         self._late = ""
         """What went wrong last after an episode was over: a world that could not be closed."""
 
     async def start(self) -> None:
         """Sees to it that a world which never gives the event loop back ends this pool, not the run."""
-        self._context.watch_loop(self._env_step_s + _LOOP_GRACE_S)
+        self._context.watch_loop(self._env_step_s + _LOOP_GRACE_S, self._hear_lag)
 
     async def routes(self, message: Routes) -> Ack:
         """Which generators take work now."""
@@ -111,8 +122,10 @@ class EnvPool:
         return Ack()
 
     async def run_episode(self, message: RunEpisode) -> EpisodeDone:
-        """Runs one attempt to its end. Raises Overloaded when all slots are taken, NotReady when the pool is to be replaced."""
+        """Runs one attempt to its end. Raises Overloaded when all slots are taken, NotReady when the pool is to go."""
         key = (message.episode, message.attempt)
+        if self._draining:
+            raise NotReady(f"{self._context.name} takes no more episodes: it is being drained")
         if self._worn_out():
             raise NotReady(f"{self._context.name} takes no more episodes: {drive.stuck()} of its worlds do not return")
         if len(self._running) >= 2 * self._slots:
@@ -133,6 +146,13 @@ class EnvPool:
             if message.episode in ("", episode) and attempt <= message.attempt:
                 task.cancel()
         return Ack()
+
+    async def drain(self, message: Drain) -> Health:
+        """Takes no more episodes from now on; how many are left is the load."""
+        self._draining = True
+        if message.now:
+            await self.cancel(CancelEpisode("", _UNLIMITED))
+        return await self.health(Ping())
 
     async def demonstrate(self, message: Demonstrate) -> Demonstrations:
         """Lets the scripted player speak in the policy's place: the same loop, the same recorder, and what it said is what
@@ -165,6 +185,20 @@ class EnvPool:
         shown.success = wins / max(1, played)
         return shown
 
+    async def rehearse(self, message: Rehearse) -> Rehearsed:
+        """An episode without a model and without a record: for measuring a world. What breaks it is an answer too."""
+        limits, done = message.limits, Rehearsed()
+        driver = self._driver(limits.env_step_s)
+        try:
+            try:
+                what = f"{self._context.name}: the episode"
+                await within(limits.episode_s, what, rehearsal.play(driver, message.task, message.seed, limits.max_turns, done))
+            finally:
+                await self._close(driver)
+        except (EpisodeError, TimedOut) as error:
+            done.failure = str(error)
+        return done
+
     async def health(self, message: Ping) -> Health:
         """Load is the number of live episodes."""
         return Health(
@@ -173,6 +207,9 @@ class EnvPool:
             load=len(self._running),
             busy=len(self._running) / self._slots,
             detail={"slots": self._slots, "reissued": self._router.reissued, "stuck": drive.stuck(), "late": self._late},
+            latency=copied(self._latency),
+            born=self._born,
+            lag=self._lag,
         )
 
     # -- one episode -------------------------------------------------------------------------------------------------
@@ -269,7 +306,12 @@ class EnvPool:
         return drive.stuck() > _STUCK * self._slots
 
     def _driver(self, seconds: float) -> Driver:
-        return Driver(registry.make(self._world, self._options), executor=self._context.executor, timeout_s=seconds)
+        world = registry.make(self._world, self._options)
+        context = self._context
+        return Driver(world, executor=context.executor, timeout_s=seconds, timed=self._timed, clock=context.clock.now)
+
+    def _hear_lag(self, seconds: float) -> None:
+        self._lag = seconds
 
     async def _deposit(self, trajectory: Trajectory) -> Receipt:
         reason = ""

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -205,18 +206,19 @@ class RayContext:
             ray.get(self._lease.hear.remote(self.name, reason), timeout=_LAST_WORDS_S)
         os._exit(1)
 
-    def watch_loop(self, limit_s: float) -> None:
+    def watch_loop(self, limit_s: float, lag: Callable[[float], None] = lambda seconds: None) -> None:
         watched = asyncio.get_running_loop(), threading.get_ident()
-        threading.Thread(target=self._watch_loop, args=(*watched, limit_s), daemon=True, name="watchdog").start()
+        threading.Thread(target=self._watch_loop, args=(*watched, limit_s, lag), daemon=True, name="watchdog").start()
 
-    def _watch_loop(self, loop: asyncio.AbstractEventLoop, thread: int, limit_s: float) -> None:
+    def _watch_loop(self, loop: asyncio.AbstractEventLoop, thread: int, limit_s: float, lag: Callable[[float], None]) -> None:
         while True:
-            turned = threading.Event()
+            turned, asked = threading.Event(), time.monotonic()
             loop.call_soon_threadsafe(turned.set)
             if not turned.wait(limit_s):
                 frame = traceback.extract_stack(sys._current_frames().get(thread))[-1]
                 where = f"{os.path.basename(frame.filename)}, line {frame.lineno}, in {frame.name}"
                 self.die(f"its event loop has stood still for {limit_s:g} s: {where}")
+            lag(time.monotonic() - asked)
             time.sleep(1.0)
 
 

@@ -85,6 +85,20 @@ class Ledger:
         """How many times this run has begun to start `actor`: a start that was cut off counts too."""
         return sum(row.get("event") == "starting" and row.get("actor") == actor for row in self._rows("journal.jsonl"))
 
+    def members(self, kind: str) -> tuple[list[str], list[str]]:
+        """Names of that kind whose start was begun and who are still wanted, and of those who are on their way out."""
+        last: dict[str, str] = {}
+        for row in self._rows("journal.jsonl"):
+            if row.get("event") in ("starting", "draining", "retired") and row["actor"].startswith(kind):
+                last[row["actor"]] = row["event"]
+        names = sorted(last, key=lambda name: (len(name), name))
+        return [n for n in names if last[n] == "starting"], [n for n in names if last[n] == "draining"]
+
+    def names(self, kind: str) -> set[str]:
+        """Names of that kind that were ever given to an actor of this run."""
+        rows = self._rows("journal.jsonl")
+        return {row["actor"] for row in rows if row.get("event") == "starting" and row["actor"].startswith(kind)}
+
     def wanted(self) -> dict[str, int]:
         """Numbers of children that were last asked for while the run was live."""
         asked = [row["wanted"] for row in self._rows("journal.jsonl") if row.get("event") == "scale"]
@@ -146,6 +160,7 @@ class Ledger:
             "episodes_failed": counts.failed if counts else 0,
             "episodes_cancelled": counts.cancelled if counts else 0,
             "episodes_retried": counts.retried if counts else 0,
+            "episodes_moved": counts.moved if counts else 0,
             "groups_dropped": counts.dropped_groups if counts else 0,
             "groups_filtered": counts.filtered_groups if counts else 0,
             "quarantined": counts.quarantined if counts else {},

@@ -44,6 +44,16 @@ class Permits:
         """`pool` gets no more until it is opened again."""
         self._slots.pop(pool, None)
 
+    def used(self, pool: str) -> int:
+        """Slots of `pool` that are taken, whether it is open or not."""
+        return self._used[pool]
+
+    def load(self) -> tuple[int, int, int]:
+        """(episodes that wait, slots taken, slots) of the open pools. May be asked from any thread."""
+        slots = dict(self._slots)
+        waiting = sum(not one.granted.done() for line in self._lines.values() for one in list(line))
+        return waiting, sum(min(self._used[pool], most) for pool, most in slots.items()), sum(slots.values())
+
     async def take(self, kind: Kind, place: int, owner: int, avoid: str = "") -> str:
         """Waits for a slot and returns its pool: the one with the most free slots, not `avoid` if another has room.
 

@@ -5,9 +5,9 @@ Each field's description is what `troupe config` prints; unknown keys are refuse
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
@@ -22,9 +22,40 @@ class EnvSettings(_Section):
 
     name: str = Field("frozen_lake", description="built-in name, entry point, module:Class or file.py:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the world's constructor")
-    actors: int = Field(2, ge=1, description="environment pool actors (processes)")
+    actors: int = Field(2, ge=1, description="environment pool actors (processes) at the start")
+    min_actors: int | None = Field(None, ge=1, description="fewest pools when idle; unset: `actors`. See docs/pools.md")
+    max_actors: int | None = Field(None, ge=1, description="most pools under load; unset: `actors`")
     slots: int = Field(32, ge=1, description="environments that one pool holds at a time")
+    scale_out_s: float = Field(10.0, ge=0, allow_inf_nan=False, description="seconds of pressure until pools are added")
+    scale_in_s: float = Field(60.0, ge=0, allow_inf_nan=False, description="seconds of little load until pools are taken away")
+    slow_step_s: float | None = Field(
+        None,
+        gt=0,
+        description="a p90 of world steps above this is pressure too; unset: only episodes that wait, and late loops",
+    )
+    drain_s: float | None = Field(
+        None, ge=0, description="seconds that a pool that goes may finish its episodes; unset: rollout.episode_s"
+    )
     max_turns: int | None = Field(None, ge=1, description="turns an episode may take; unset: the world's own number")
+
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most pools."""
+        return self.min_actors or self.actors, self.max_actors or self.actors
+
+    @property
+    def elastic(self) -> bool:
+        """Does the number of pools follow the load?"""
+        least, most = self.bounds()
+        return least < most
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        least, most = self.bounds()
+        if not least <= self.actors <= most:
+            raise ValueError(
+                f"actors = {self.actors} is the number at the start; it is not within min_actors = {least}, max_actors = {most}"
+            )
+        return self
 
 
 class TinyModel(_Section):

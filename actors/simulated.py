@@ -255,7 +255,7 @@ class SimulatedContext:
         _check_alive()
         self.simulation.crash(self.name, reason)
 
-    def watch_loop(self, limit_s: float) -> None:
+    def watch_loop(self, limit_s: float, lag: Callable[[float], None] = lambda seconds: None) -> None:
         return
 
 

@@ -109,28 +109,26 @@ def train(
 @app.command()
 def scale(
     run: RUN,
-    env_actors: Annotated[int | None, typer.Option(min=1, max=1000, help="environment pool actors")] = None,
+    pools: Annotated[
+        int | None, typer.Option("--pools", "--env-actors", min=1, max=1000, help="environment pools, each a process")
+    ] = None,
     generators: Annotated[int | None, typer.Option(min=1, max=1000, help="generator replicas")] = None,
+    wait: Annotated[
+        float, typer.Option(min=1, max=86_400, help="seconds to wait for it; the run goes on with it anyway")
+    ] = 120.0,
 ) -> None:
-    """Changes the number of actors of a live run."""
-    import asyncio
+    """Changes the number of actors of a live run.
 
-    from troupe.actors.director import Director
-    from troupe.cluster.launch import attached
-    from troupe.protocol.errors import ConfigError
-    from troupe.protocol.messages import GetStatus, Scale
+    New pools take episodes as soon as they live. A pool that goes takes no new ones, finishes those it has (at most for
+    env.drain_s) and is ended; none of them is lost. A run whose recipe has env.min_actors and env.max_actors scales by
+    itself between them, and takes a number by hand within them.
 
-    if env_actors is None and generators is None:
-        raise ConfigError("say what to scale: --env-actors N or --generators N")
+    troupe scale runs/frozen_lake-… --pools 4
+    """
+    from troupe.cluster.scale import scale as change
+    from troupe.protocol.messages import Scale
 
-    async def change(context: Any) -> None:
-        director = context.ref("director", Director)
-        await director.scale(Scale(env_actors, generators))
-        status = await director.status(GetStatus())
-        print("actors: " + ", ".join(sorted(status.actors)))
-
-    with attached(run) as context:
-        asyncio.run(change(context))
+    print(change(run, Scale(pools, generators), wait))
 
 
 @app.command()

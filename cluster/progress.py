@@ -63,13 +63,16 @@ class Progress:
         head.add_column(justify="right")
         head.add_row(Text(self._title, style="bold"), Text(f"{status.phase} · {self._where}", style="dim"))
         if "reward_mean" in m:
-            pools = sum(name.startswith("env-") for name in status.actors)
+            pools = sum(name.startswith("env-") and state != "draining" for name, state in status.actors.items())
             lines = [
                 f"{_step_line(status)}   {_spark(status.history)}",
                 f"rollouts {m.get('trajectories', 0):.0f}/step in {pools} pools · version {status.version} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
                 f"staleness {m.get('staleness_mean', 0):.1f}",
             ]
+            if "env_step_s_p50" in m:
+                steps = " · ".join(f"p{q} {seconds(m[f'env_step_s_p{q}'])}" for q in (50, 90, 99))
+                lines.append(f"world steps {steps} · {m.get('episodes_waiting', 0):.0f} episodes wait for a slot")
             lines.append(f"health   {status.health}")
             done, total = status.step, status.steps
         else:
@@ -108,6 +111,14 @@ def _si(value: Any) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
 
 
+def seconds(value: float) -> str:
+    """12 µs, 3.4 ms, 1.2 s."""
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if value * factor < 999.5:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s"
+
+
 def closing(summary: dict[str, Any], folder: str, world: str) -> str:
     """What was learned, where it lies, and what to do next."""
     lines = []
@@ -125,6 +136,10 @@ def closing(summary: dict[str, Any], folder: str, world: str) -> str:
             + (", ".join(f"{n} ×{c}" for n, c in summary["restarts"].items()) or "none")
             + "."
         )
+    for world, calls in (summary.get("env_latency") or {}).items():
+        if (step := calls.get("step")) and step["count"]:
+            longest = f"p50 {seconds(step['p50_s'])}, p90 {seconds(step['p90_s'])}, p99 {seconds(step['p99_s'])}"
+            lines.append(f"Steps of {world}: {longest}, longest {seconds(step['max_s'])}, of {step['count']} in this session.")
     lines += [
         f"Everything lies in {folder} (config, metrics, trajectories, checkpoints, summary.json).",
         "Next:",

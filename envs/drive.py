@@ -34,6 +34,7 @@ import inspect
 import json
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
@@ -82,13 +83,23 @@ class Driver:
 
     world: a TextWorld. executor: where its synchronous methods run; None: in a thread of the driver's own. Worlds
     with `inline = True` are called directly, on the event loop, without a time limit. timeout_s: for each call.
+    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds
+    by `clock` (an event loop's own may be as coarse as a millisecond).
     """
 
-    def __init__(self, world: TextWorld, *, executor: Executor | None = None, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        world: TextWorld,
+        *,
+        executor: Executor | None = None,
+        timeout_s: float = 30.0,
+        timed: Callable[[str, float], None] = lambda call, seconds: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.world = world
         self.timeout_s = timeout_s
         self.name = type(world).__name__
-        self._executor = executor
+        self._executor, self._timed, self._clock = executor, timed, clock
         self._own: _Thread | None = None
         self._alone = asyncio.Lock()
         self._task: Task | None = None
@@ -107,7 +118,7 @@ class Driver:
         self._task, self._playing, self._over = task, False, False
         self.world._begin(task)
         try:
-            text = await self._call("reset", partial(self.world.reset, task))
+            text = await self._call("reset", partial(self.world.reset, task), call="reset")
         except (ValueError, InvalidAction) as error:  # nothing was asked of the agent yet: this is the world's fault
             raise self._failed("reset", error) from error
         if not isinstance(text, str):
@@ -161,7 +172,7 @@ class Driver:
         if not isinstance(self.world, ToolWorld) or type(self.world).verify is ToolWorld.verify:
             return None
         try:
-            return await self._turn("verify", self.world.verify, turn_of)
+            return await self._turn("verify", self.world.verify, turn_of, call="verify")
         except InvalidAction as error:  # nobody is there to be told
             self._playing = False
             raise self._failed("verify", error.__cause__ or error) from error
@@ -208,13 +219,20 @@ class Driver:
         """The world's own `close`, as `close` calls it; for who wants to see it called twice."""
         try:
             if not self._lost and type(self.world).close is not TextWorld.close:  # the default does nothing: no thread for it
-                await self._call("close", self.world.close)
+                await self._call("close", self.world.close, call="close")
         except (ValueError, InvalidAction) as error:
             raise self._failed("close", error) from error
 
     # -- calling -----------------------------------------------------------------------------------------------------
 
-    async def _turn(self, method: str, function: Callable[[], Any], read: Callable[[Any], Any], beside: bool = False) -> Turn:
+    async def _turn(
+        self,
+        method: str,
+        function: Callable[[], Any],
+        read: Callable[[Any], Any],
+        beside: bool = False,
+        call: str = "step",
+    ) -> Turn:
         """One call within an episode. read: makes a Turn or a str of what came back. beside: others may run meanwhile, so
         the episode may end before this call begins or before it returns."""
 
@@ -226,7 +244,7 @@ class Driver:
         if not self._playing:
             raise EnvironmentFailed(f"{self._where(method)} was called outside of an episode: reset it first")
         try:
-            found = await self._call(method, function, still_playing)
+            found = await self._call(method, function, still_playing, call)
             still_playing()
             turn = self._checked(method, self._read(method, read, found))
         except (InvalidAction, ValueError) as error:
@@ -240,9 +258,12 @@ class Driver:
             self._playing, self._over = False, True
         return turn
 
-    async def _call(self, method: str, function: Callable[[], Any], before: Callable[[], None] = lambda: None) -> Any:
-        """What `function` returns, awaited if need be. before: may raise, when it is the call's turn."""
+    async def _call(
+        self, method: str, function: Callable[[], Any], before: Callable[[], None] = lambda: None, call: str = "step"
+    ) -> Any:
+        """What `function` returns, awaited if need be. before: may raise, when it is the call's turn. call: its kind."""
         clock = asyncio.get_running_loop().time
+        began = self._clock()
         try:
             if self.world.inline or inspect.iscoroutinefunction(function):
                 self._not_lost(method)
@@ -266,6 +287,8 @@ class Driver:
             raise
         except (Exception, SystemExit) as error:
             raise self._failed(method, error) from error
+        finally:
+            self._timed(call, max(0.0, self._clock() - began))
         return result
 
     async def _in_thread(self, function: Callable[[], Any], until: float) -> Outcome:

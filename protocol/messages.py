@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
+from troupe.protocol.latency import Latencies
 from troupe.protocol.trajectory import Finish, Float32, Int32, Kind, Status, StopReason, Task, Trajectory
 
 _CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
@@ -44,7 +45,11 @@ class Ping:
 
 @dataclass(slots=True)
 class Health:
-    """Answer to `Ping`. `busy`: fraction of time spent working since the last ping; `load`: requests in flight."""
+    """Answer to `Ping`. `busy`: fraction of time spent working since the last ping; `load`: requests in flight.
+
+    latency: of the worlds of an environment pool, since `born` (seconds since the epoch); lag: seconds that its event loop
+    last made others wait.
+    """
 
     __pydantic_config__ = _CONFIG
     name: str
@@ -52,6 +57,9 @@ class Health:
     load: int = 0
     busy: float = 0.0
     detail: dict[str, Any] = field(default_factory=dict)
+    latency: Latencies = field(default_factory=dict)
+    born: float = 0.0
+    lag: float = 0.0
 
 
 # -- sampling and limits ---------------------------------------------------------------------------------------------
@@ -208,6 +216,15 @@ class CancelEpisode:
 
 
 @dataclass(slots=True)
+class Drain:
+    """Take no more episodes and finish those that run. `now`: end them as cancelled. Answered with `Health`; asked again
+    until its load is 0."""
+
+    __pydantic_config__ = _CONFIG
+    now: bool = False
+
+
+@dataclass(slots=True)
 class Routes:
     """The generators that hold proved weights and take work, by actor name."""
 
@@ -239,15 +256,45 @@ class Demonstrations:
     broken: str = ""
 
 
+@dataclass(slots=True)
+class Rehearse:
+    """Play `task` without a model, as the world's scripted player does; without one, with tools and words picked at random."""
+
+    __pydantic_config__ = _CONFIG
+    task: Task
+    seed: int
+    limits: Limits
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """How it went: actions, those that the world did not accept, the return; what broke it, or an empty string."""
+
+    __pydantic_config__ = _CONFIG
+    steps: int = 0
+    refused: int = 0
+    reward: float = 0.0
+    failure: str = ""
+
+
 # -- dispatcher ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Pools:
-    """The environment pools that take episodes: actor name → slots."""
+    """The environment pools that take episodes: actor name → slots; and those that take no more but finish what they run."""
 
     __pydantic_config__ = _CONFIG
     slots: dict[str, int]
+    draining: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PoolsHeard:
+    """Answer to `Pools`. left: episodes on their way to each draining pool, or in it, by its name."""
+
+    __pydantic_config__ = _CONFIG
+    left: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -292,7 +339,8 @@ class DispatcherStatus:
     """Counts since the run began (restored after a restart, but for `retried`). `tokens`: sampled, evaluations included.
 
     dropped_groups: that a failure, a filter or over-sampling kept from training; filtered_groups: of these, by the filter.
-    quarantined: task id → what it failed with.
+    quarantined: task id → what it failed with. waiting: episodes that wait for a slot; used: slots that are taken, of
+    `slots` in all pools that take episodes. moved: attempts that a draining pool gave up and another ran.
     """
 
     __pydantic_config__ = _CONFIG
@@ -307,6 +355,10 @@ class DispatcherStatus:
     tokens: int = 0
     quarantined: dict[str, str] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
+    waiting: int = 0
+    used: int = 0
+    slots: int = 0
+    moved: int = 0
 
 
 @dataclass(slots=True)

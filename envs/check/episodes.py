@@ -146,11 +146,11 @@ def scripted(driver: Driver, rng: random.Random, noise: float) -> Agent:
     return act
 
 
-def player_or_guesser(driver: Driver, rng: random.Random) -> Agent:
-    """The scripted player, rather noisy; without one, tools and words picked at random, most of them from what was seen."""
+def player_or_guesser(driver: Driver, rng: random.Random, noise: float = 0.5) -> Agent:
+    """The scripted player, as noisy as that; without one, tools and words picked at random, most of them from what was seen."""
 
     def act(observation: str, turn: int) -> Action:
-        message = driver.play(rng, 0.5)
+        message = driver.play(rng, noise)
         if message is not None:
             return message
         seen: list[str] = re.findall(r"\w+", observation[:10_000])[:40]

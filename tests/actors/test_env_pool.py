@@ -25,6 +25,7 @@ from troupe.protocol.messages import (
     CancelEpisode,
     Demonstrate,
     Deposit,
+    Drain,
     Generate,
     Generated,
     Limits,
@@ -94,7 +95,7 @@ class Here:
     def ref(self, name: str, cls: type[Any]) -> Any:
         return self
 
-    def watch_loop(self, limit_s: float) -> None:
+    def watch_loop(self, limit_s: float, lag: Any = None) -> None:
         return
 
     def die(self, reason: str) -> None:
@@ -276,6 +277,30 @@ async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(p
     pool, _ = await pool_of("fine")
     with pytest.raises(EpisodeError, match=r"no scripted player: set cold_start.steps = 0 or define play"):
         await pool.demonstrate(Demonstrate([Task("t/0", "trouble", "train", 0)], 0.0, 4, 0))
+
+
+async def test_a_pool_that_drains_takes_no_more_episodes_and_finishes_or_ends_those_it_has(pool_of):
+    pool, context = await pool_of("loops")
+    running = asyncio.ensure_future(pool.run_episode(ask(env_step_s=50.0)))
+    await asyncio.sleep(0.1)
+    assert (await pool.drain(Drain())).load == 1
+    with pytest.raises(NotReady, match="takes no more episodes: it is being drained"):
+        await pool.run_episode(ask(1))
+    await pool.drain(Drain(now=True))
+    done = await running
+    assert (done.status, done.stored, (await pool.drain(Drain())).load) == ("cancelled", True, 0)
+    assert [(t.id, t.status) for t in context.deposits] == [("e0", "cancelled")]
+
+
+async def test_a_pool_tells_how_long_the_calls_of_its_worlds_took(pool_of):
+    pool, _ = await pool_of("fine")
+    await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(3)))
+    (calls,) = (await pool.health(Ping())).latency.values()
+    assert {call: histogram.count for call, histogram in calls.items()} == {"reset": 3, "step": 9, "verify": 0, "close": 3}
+    slow, _ = await pool_of("loops")
+    await slow.run_episode(ask(0))
+    (calls,) = (await slow.health(Ping())).latency.values()
+    assert calls["step"].count == 2 and calls["step"].longest >= 0.3 and calls["step"].quantile(1.0) >= 0.28
 
 
 class Mute(Trouble):

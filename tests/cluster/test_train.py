@@ -151,14 +151,19 @@ def test_pools_and_generators_are_scaled_while_the_run_goes_on(tmp_path: Path) -
             assert done.returncode == 0, done.stderr
             return done.stdout
 
-        assert "env-2" in scale("--env-actors", "3") and "generator-1" in scale("--generators", "2")
+        three = scale("--pools", "3")
+        assert three.startswith("pools 2 → 3\n") and "env-2" in three and "generator-1" in scale("--generators", "2")
         assert {"env-2", "generator-1"} <= {row["actor"] for row in journal(run) if row["event"] == "started"}
-        assert "env-1" not in scale("--env-actors", "1")
+        assert "env-1" not in scale("--pools", "1")
+        scaled = [(row["pools"], row["why"]) for row in journal(run) if row["event"] == "scale" and "pools" in row]
+        assert scaled == [([2, 3], "asked for by hand"), ([3, 1], "asked for by hand")]
+        gone = {row["actor"]: row["finished"] for row in journal(run) if row["event"] == "retired"}
+        assert gone == {"env-1": True, "env-2": True}
     finally:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=90)
     assert process.returncode == 130, output
-    command = [sys.executable, "-m", "troupe", "scale", str(run), "--env-actors", "2"]
+    command = [sys.executable, "-m", "troupe", "scale", str(run), "--pools", "2"]
     refused = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2 and "is not running" in refused.stderr
 

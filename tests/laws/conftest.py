@@ -8,6 +8,7 @@ runs are equal exactly when they trained the same tokens in the same order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 from troupe.actors.company import Parts
+from troupe.actors.context import within
 from troupe.actors.director import Director
 from troupe.actors.learner import Trains
 from troupe.actors.settings import RunConfig
@@ -29,8 +31,8 @@ from troupe.actors.simulated import Chaos, Simulation
 from troupe.cluster import config as recipes
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import ActorLost, NotReady
-from troupe.protocol.messages import Generate, Generated
+from troupe.protocol.errors import ActorLost, NotReady, TroupeError
+from troupe.protocol.messages import Generate, Generated, Scale
 from troupe.protocol.trajectory import Trajectory
 
 
@@ -164,8 +166,11 @@ class SimulatedRun:
     rolled_back: list[tuple[int, str]] = field(default_factory=list)
     simulation: Any = None
 
-    def play(self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0) -> None:
-        """Runs to the end, killing `crashes` random actors at random moments within `until_s`."""
+    def play(
+        self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0, scalings: int = 0
+    ) -> None:
+        """Runs to the end, killing `crashes` random actors at random moments within `until_s`. scalings: how often one to
+        four pools are asked for within that time; some actor dies in the middle of every second of them."""
         with Simulation(seed, chaos) as self.simulation:
             dice = random.Random(f"crashes/{seed}")
             moments = sorted(dice.uniform(0.0, until_s) for _ in range(crashes))
@@ -178,8 +183,19 @@ class SimulatedRun:
                     if victims:
                         self.simulation.crash(dice.choice(victims))
 
+            async def scaler(context: Any) -> None:
+                loop = asyncio.get_running_loop()
+                for number, moment in enumerate(sorted(dice.uniform(1.0, until_s) for _ in range(scalings))):
+                    await asyncio.sleep(max(0.0, moment - loop.time()))
+                    asking = asyncio.ensure_future(context.ref("director", Director).scale(Scale(dice.randint(1, 4))))
+                    if number % 2:
+                        await asyncio.sleep(dice.choice([0.05, 0.2, 0.5, 1.0]))
+                        self.simulation.crash(dice.choice(sorted(self.simulation.actors)))
+                    with contextlib.suppress(TroupeError):
+                        await within(5.0, "director.scale", asking)
+
             async def main(context: Any) -> None:
-                killing = asyncio.ensure_future(killer())
+                killing = asyncio.gather(killer(), scaler(context))
                 while True:
                     try:
                         await context.spawn(
@@ -199,9 +215,15 @@ class SimulatedRun:
                         await asyncio.sleep(1.0)
                     await context.kill("director")
                 killing.cancel()
+                await asyncio.gather(killing, return_exceptions=True)
 
             self.simulation.run(main)
             self.crashes = self.simulation.crashes
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Lines of the journal."""
+        lines = (self.folder / "journal.jsonl").read_text().splitlines()
+        return [row for row in map(json.loads, lines) if row["event"] == kind]
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())

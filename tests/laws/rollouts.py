@@ -32,6 +32,7 @@ from tests.laws.conftest import SeededEngine
 from troupe.actors import dispatcher as dispatching
 from troupe.actors.context import within
 from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.elastic import drain
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.generator import Generator
 from troupe.actors.settings import RolloutSettings
@@ -88,7 +89,7 @@ class Plot:
     think: seconds that a turn takes beside its tokens. troubles: chance of each trouble, for an attempt (for "data": for a
     task). script: trouble and its turn for the n-th world that is reset, from 1. crashes: (word, n, who): right after the
     n-th event with that word "it" (who saw the event) or the actor of that name dies. room: episodes that the dispatcher
-    may have open at a time.
+    may have open at a time. drains: (after seconds, pool, limit): the pool is drained, and another takes its place.
     """
 
     seed: int = 0
@@ -103,6 +104,7 @@ class Plot:
     crashes: list[tuple[str, int, str]] = field(default_factory=list)
     evaluations: list[tuple[float, int, int]] = field(default_factory=list)
     room: int = 1_000
+    drains: list[tuple[float, str, float]] = field(default_factory=list)
     names: tuple[str, ...] = ("store", "dispatcher", "env-0", "env-1", "generator-0", "generator-1")
 
 
@@ -139,6 +141,8 @@ def drawn(seed: int) -> Plot:
         plot.crashes.append((kind, number, dice.choice(["it", *plot.names])))
     if dice.random() < 0.4:
         plot.evaluations.append((dice.uniform(0.0, 5.0), dice.choice([1, 2]), dice.choice([1, 2])))
+    if dice.random() < 0.4:
+        plot.drains.append((dice.uniform(0.0, 4.0), dice.choice(["env-0", "env-1"]), dice.choice([0.0, 0.5, 30.0])))
     return plot
 
 
@@ -245,6 +249,7 @@ class Stage:
         self.resets = 0
         self.seen: Counter[int] = Counter()
         self.alive: set[str] = set()
+        self.draining: set[str] = set()
         self.proved: dict[str, int] = {}
         self.version = -1
         self.limits = Limits(max_turns=8, episode_s=30.0, env_step_s=3.0, generate_s=15.0)
@@ -311,6 +316,7 @@ class Stage:
         self.weights = self._weights(0)
         work = [asyncio.ensure_future(self._supervise(name)) for name in self.plot.names]
         work.append(asyncio.ensure_future(self._keep_informed()))
+        work += [asyncio.ensure_future(self._drain(*asked)) for asked in self.plot.drains]
         evaluations = [asyncio.ensure_future(self._evaluate(*asked)) for asked in self.plot.evaluations]
         try:
             await self._publish(0)
@@ -401,14 +407,30 @@ class Stage:
         """Says again whatever may have been lost, as the company does."""
         assert self.weights is not None
         pools = self._of("env-")
+        slots = dict.fromkeys((pool for pool in pools if pool not in self.draining), self.plot.slots)
         routes = Routes(sorted(name for name, version in self.proved.items() if version == self.weights.version))
         calls: list[Awaitable[Any]] = [self.context.ref(pool, EnvPool).routes(routes) for pool in pools]
-        calls.append(self.dispatcher.pools(Pools(dict.fromkeys(pools, self.plot.slots))))
+        calls.append(self.dispatcher.pools(Pools(slots, sorted(self.draining))))
         if self.version >= 0:
             calls.append(self.dispatcher.announce(Announce(self.version)))
         for answer in await asyncio.gather(*(within(60.0, "it", call) for call in calls), return_exceptions=True):
             if isinstance(answer, BaseException) and not isinstance(answer, _PASSING):
                 raise answer
+
+    async def _drain(self, after: float, name: str, limit_s: float) -> None:
+        async def left() -> int | None:
+            slots = dict.fromkeys((pool for pool in self._of("env-") if pool not in self.draining), self.plot.slots)
+            with suppress(*_PASSING):
+                heard = await within(60.0, "it", self.dispatcher.pools(Pools(slots, sorted(self.draining))))
+                return heard.left.get(name)
+            return None
+
+        await asyncio.sleep(after)
+        self.draining.add(name)
+        self.note(name, "drains")
+        await drain(self.context, name, left, limit_s)
+        self.note(name, "is drained")
+        self.draining.discard(name)
 
     async def _batch(self, step: int) -> None:
         """Asks for a batch until it is there."""

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from troupe.actors.factories import make_trainer
+from troupe.cluster.run import Run as RunFolder
 from troupe.learner.train import app
 
 
@@ -23,6 +24,42 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
     stormy.play(seed, crashes=6, until_s=25.0)
     assert stormy.weights() == calm.weights(), stormy.crashes
     assert steps_measured(stormy) == steps_measured(calm), stormy.crashes
+
+
+COMING_AND_GOING = {"env__slots": 2, "env__actors": 2, "env__max_actors": 4, "env__scale_out_s": 1.0, "env__scale_in_s": 4.0}
+
+
+@pytest.mark.parametrize("drain_s", [0.0, 1.0, 600.0])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+def test_a_run_whose_pools_come_and_go_trains_exactly_what_a_still_one_trains(simulated_run, seed, drain_s):
+    """By hand, and with the load; actors die while pools start and drain; every episode is stored once."""
+    still = simulated_run()
+    still.play(0)
+    slowly = {"turns": 2, "sleep": 1.5}
+    moved = simulated_run(**COMING_AND_GOING, env__min_actors=1, env__drain_s=drain_s, env__options=slowly)
+    moved.play(seed, crashes=3, until_s=25.0, scalings=6)
+    assert moved.weights() == still.weights(), moved.crashes
+    assert steps_measured(moved) == steps_measured(still), moved.crashes
+    rows = RunFolder(moved.folder).trajectories().select(["id", "trains"]).to_pylist()
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert sum(row["trains"] for row in rows) == 4 * 2 * 3
+    assert len(moved.events("scale")) >= 2
+
+
+def test_pools_follow_the_load_and_every_change_is_told(simulated_run):
+    run = simulated_run(**COMING_AND_GOING, env__options={"turns": 2, "sleep": 2.0}, steps=5)
+    run.play(0)
+    changes = [(row["pools"], row["why"]) for row in run.events("scale")]
+    assert changes[0] == ([2, 4], changes[0][1]) and changes[0][1].endswith("episodes wait")
+    said = [row["text"] for row in run.events("said")]
+    assert all(f"pools {a} → {b}: {why}" in said for (a, b), why in changes)
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {row["pools"] for row in rows} > {4} or rows[-1]["pools"] == 4
+    assert sum(row["pools_scaled"] for row in rows) == len(changes)
+    timed = [row for row in rows if "env_step_s_p50" in row]  # two steps may follow each other at once
+    assert timed and all(1.9 < row["env_step_s_p50"] <= row["env_step_s_p99"] < 2.2 for row in timed)
+    latency = run.summary()["env_latency"]["echo"]
+    assert latency["step"]["count"] >= 2 * 30 and latency["reset"]["p99_s"] < 0.1
 
 
 COLLAPSING = {

@@ -143,6 +143,22 @@ def test_a_generator_that_is_killed_with_eight_requests_live_costs_no_episode(mo
     assert len(run.dispatched) == 16 and {len(t.steps) for t in run.rows} == {1}
 
 
+@pytest.mark.parametrize("limit_s", [0.0, 60.0])
+def test_a_pool_that_drains_costs_no_episode_a_failure(model_folder: Path, limit_s: float) -> None:
+    """It finishes what it has; what its time does not suffice for runs elsewhere, though only one attempt is allowed."""
+    settings = RolloutSettings(groups_per_step=2, group_size=6, max_tokens=4, on_failure="drop-group")
+    plot = Plot(settings=settings, turns=3, think=1.0, slots=8, drains=[(1.5, "env-0", limit_s), (4.0, "env-1", limit_s)])
+    run = Stage(plot, model_folder).play()
+    moved = {message.episode for message in run.dispatched if message.attempt}
+    assert run.status is not None and (run.status.failed, run.status.retried, run.status.dropped_groups) == (0, 0, 0)
+    assert {t.status for t in run.rows} == {"completed"} and len(run.rows) == 24
+    assert run.status.moved == len(run.dispatched) - 24 and bool(moved) == (limit_s == 0.0)
+    drained = [at for at, event in enumerate(run.trace) if "env-0: is drained" in event]
+    begun = [at for at, event in enumerate(run.trace) if "env-0:" in event and event.endswith("begins")]
+    drains = next(at for at, event in enumerate(run.trace) if "env-0: drains" in event)
+    assert begun[0] < drains and not any(drains + 12 < at < drained[0] for at in begun), "it took more episodes"
+
+
 # -- the storms themselves -------------------------------------------------------------------------------------------
 
 
