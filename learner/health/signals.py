@@ -44,6 +44,7 @@ def signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
       tool_truncated, tool_refused;
     - truncation: cut_turns (share of steps cut by a token limit), limited (share of trajectories stopped by a limit) and
       its kinds limited_max_turns, limited_max_tokens, ...;
+    - sampling as a tree: reused_tokens (share of the policy's tokens that were sampled for a sibling; if any forked);
     - parts of the reward: reward_part_NAME (mean sum over a trajectory), reward_corr_NAME (its correlation with the
       outcome within groups; the outcome is the part "outcome", else success; below 0 the part is earned by those who fail).
     """
@@ -58,6 +59,7 @@ def signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             **_rewards(done, list(groups.values())),
             **_repetition(done, list(groups.values())),
             **_actions(done),
+            **_reused(done),
             **_parts(done, list(groups.values())),
         }
     return {name: float(value) for name, value in told.items() if math.isfinite(value)}
@@ -143,6 +145,12 @@ def _actions(done: list[Trajectory]) -> dict[str, float]:
         told["tool_misuse"] = sum(calls[name] for name in MISUSES) / calls.total()
         told |= {f"tool_{name}": calls[name] / calls.total() for name in MISUSES}
     return told
+
+
+def _reused(done: list[Trajectory]) -> dict[str, float]:
+    said = sum(t.policy_tokens for t in done)
+    forked = said and any(t.fork is not None for t in done)
+    return {"reused_tokens": 1 - sum(t.sampled_tokens for t in done) / said} if forked else {}
 
 
 def _parts(done: list[Trajectory], groups: list[list[int]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from troupe.actors.factories import make_trainer
+from troupe.cluster.run import Run as RunFolder
 from troupe.learner.train import app
 
 
@@ -23,6 +24,27 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
     stormy.play(seed, crashes=6, until_s=25.0)
     assert stormy.weights() == calm.weights(), stormy.crashes
     assert steps_measured(stormy) == steps_measured(calm), stormy.crashes
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("segment", [0, 2])
+def test_a_run_that_samples_as_a_tree_grows_the_same_trees_whoever_dies(simulated_run, seed, segment):
+    runs = []
+    for crashes in (0, 6):
+        tree = {"rollout__tree": 1, "rollout__tree_segment": segment, "rollout__group_size": 4}
+        runs.append(simulated_run(**tree))
+        runs[-1].play(seed if crashes else 0, crashes=crashes, until_s=25.0)
+    calm, stormy = runs
+    assert stormy.weights() == calm.weights(), stormy.crashes
+    first, second = (forks_of(run) for run in runs)
+    assert first == second and sum(taken > 0 for _, taken in first.values()) >= (16 if segment == 0 else 20)
+
+
+def forks_of(run):
+    """What each trained trajectory took from whom."""
+    columns = ["id", "fork_episode", "fork_tokens", "trains"]
+    rows = RunFolder(str(run.folder)).trajectories().select(columns).to_pylist()
+    return {row["id"]: (row["fork_episode"], row["fork_tokens"] or 0) for row in rows if row["trains"]}
 
 
 COLLAPSING = {
