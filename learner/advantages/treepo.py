@@ -20,6 +20,8 @@ Prefix = int
 """Names a sequence of tokens from a root, the same in all trajectories of the group."""
 Names = dict[tuple[Prefix, bytes], Prefix]
 """By the prefix before a node, and the node's first tokens."""
+Forks = defaultdict[Prefix, set[bytes]]
+"""The first tokens of nodes within which somebody forked, until there, by the prefix before the node."""
 
 
 @advantage("treepo")
@@ -27,17 +29,13 @@ def treepo(group: Group) -> list[Array]:
     """Advantages, one per policy token."""
     if not group.informative:
         return [np.zeros(t.policy_tokens) for t in group.trajectories]
-    names: Names = {}
-    before = [_before(trajectory, names) for trajectory in group.trajectories]
-    forks: defaultdict[Prefix, set[bytes]] = defaultdict(set)
-    for trajectory, starts in zip(group.trajectories, before, strict=True):
-        _add_fork(trajectory, starts, forks)
+    names, forks = Names(), Forks(set)
+    before = [_before(trajectory, names, forks) for trajectory in group.trajectories]
     said = [_pieces(t, starts, names, forks) for t, starts in zip(group.trajectories, before, strict=True)]
     returns: defaultdict[Prefix, list[float]] = defaultdict(list)
     for i, pieces in enumerate(said):
         for prefix in {prefix for _, past, name in pieces for prefix in (*past, name)}:
             returns[prefix].append(float(group.returns[i]))
-
     sigma = float(group.returns.std(ddof=int(group.config.sigma == "unbiased"))) + EPSILON
     mean = float(group.returns.mean())
     advantages = []
@@ -50,33 +48,26 @@ def treepo(group: Group) -> list[Array]:
     return advantages
 
 
-def _before(trajectory: Trajectory, names: Names) -> list[Prefix]:
-    """What comes before each node."""
+def _before(trajectory: Trajectory, names: Names, forks: Forks) -> list[Prefix]:
+    """What comes before each node. Adds to `forks` where the trajectory forked."""
     starts: list[Prefix] = []
     ends: list[Prefix] = []
+    left = trajectory.fork.tokens if trajectory.fork else 0
     for node in trajectory.nodes:
         starts.append(ends[node.parent] if node.parent >= 0 else -1)
         ends.append(names.setdefault((starts[-1], node.tokens.tobytes()), len(names)))
+        if 0 < left < len(node.logprobs):
+            at = int(np.flatnonzero(node.provenance == POLICY)[left - 1]) + 1
+            forks[starts[-1]].add(node.tokens[:at].tobytes())
+        left -= len(node.logprobs)
     return starts
 
 
-def _add_fork(trajectory: Trajectory, starts: list[Prefix], forks: defaultdict[Prefix, set[bytes]]) -> None:
-    """Adds where the trajectory forked, if it was within a node: the node's tokens until then, by what comes before it."""
-    left = trajectory.fork.tokens if trajectory.fork else 0
-    for node, start in zip(trajectory.nodes, starts, strict=True):
-        if 0 < left < len(node.logprobs):
-            at = int(np.flatnonzero(node.provenance == POLICY)[left - 1]) + 1
-            forks[start].add(node.tokens[:at].tobytes())
-        left -= len(node.logprobs)
-
-
-def _pieces(
-    trajectory: Trajectory, starts: list[Prefix], names: Names, forks: defaultdict[Prefix, set[bytes]]
-) -> list[tuple[int, list[Prefix], Prefix]]:
+def _pieces(t: Trajectory, starts: list[Prefix], names: Names, forks: Forks) -> list[tuple[int, list[Prefix], Prefix]]:
     """Turns, parted at forks: policy tokens, the prefixes that earlier ones of its branch end, and the one that it ends."""
     pieces: list[tuple[int, list[Prefix], Prefix]] = []
     spoken: list[list[Prefix]] = []  # up to and including each node
-    for node, start in zip(trajectory.nodes, starts, strict=True):
+    for node, start in zip(t.nodes, starts, strict=True):
         past, counted = spoken[node.parent] if node.parent >= 0 else [], 0
         whole = node.tokens.tobytes()
         for part in sorted({part for part in forks[start] if whole.startswith(part)} | {whole}, key=len):

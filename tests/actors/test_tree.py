@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from tests.actors.test_dispatcher import Act, Company, Plan
 from tests.actors.test_env_pool import Here
 from troupe.actors import tree
 from troupe.actors.env_pool import EnvPool
@@ -175,6 +179,71 @@ async def test_a_harness_that_rewrites_its_history_forks_too(folder: str) -> Non
     root, child = await grown(pool_in(family := Family(), folder, f"{__name__}:rewriting"), family, seed=1)
     assert child.status == "completed" and child.fork is not None and child.fork.tokens in (SAID, 2 * SAID)
     assert said(child)[: child.fork.tokens] == said(root)[: child.fork.tokens] and len(list(child.branches())) == 3
+
+
+# -- the dispatcher --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Company]:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the machine does not crash here
+
+    def make(plan: Plan, **settings: Any) -> Company:
+        one_group = {"groups_per_step": 1, "group_size": 6, "tree": 2, "tree_segment": 3, **settings}
+        return Company(tmp_path / "store", plan, one_group, steps=1)
+
+    return make
+
+
+def test_a_member_begins_when_its_sibling_has_ended_and_forks_from_the_attempt_that_is_stored(company: Any) -> None:
+    """Member 0 breaks once; members 2 and 4 wait for its second attempt, and 1, 3 and 5 do not."""
+
+    def plan(message: RunEpisode, pool: str) -> Act:
+        return Act("fail" if (message.member, message.attempt) == (0, 0) else "complete", seconds=2.0)
+
+    made = company(plan)
+    made.play()
+    started = [message for _, message in made.started]
+    assert {m.member: m.sibling for m in started} == {
+        0: None,
+        1: None,
+        2: Sibling("t000010000-00", 1, 3),
+        3: Sibling("t000010000-01", 0, 3),
+        4: Sibling("t000010000-00", 1, 3),
+        5: Sibling("t000010000-01", 0, 3),
+    }
+    order = [(m.member, m.attempt) for m in started]
+    assert sorted(order[:2]) == [(0, 0), (1, 0)] and set(order[2:5]) == {(0, 1), (3, 0), (5, 0)}
+    assert set(order[5:]) == {(2, 0), (4, 0)}, "the others did not wait for the sibling, or waited for more"
+
+
+def test_a_member_whose_sibling_broke_begins_at_the_start(company: Any) -> None:
+    made = company(lambda message, pool: Act("fail" if message.member == 1 else "complete"), on_failure="drop-episode")
+    made.play()
+    siblings = {message.member: message.sibling for _, message in made.started}
+    assert sorted(member for member, sibling in siblings.items() if sibling is None) == [0, 1, 3, 5]
+    assert len(made.batches[1]) == 5
+
+
+def test_members_of_a_group_that_cannot_train_any_more_do_not_begin(company: Any) -> None:
+    def plan(message: RunEpisode, pool: str) -> Act:
+        return Act("fail") if (message.group, message.member) == (10_000, 0) else Act(seconds=5.0)
+
+    made = company(plan, on_failure="drop-group")
+    made.play()
+    assert {m.member for _, m in made.started if m.group == 10_000} == {0, 1}
+    assert Counter(row["status"] for row in made.rows() if row["group"] == 10_000) == {"failed": 1, "cancelled": 5}
+
+
+def test_an_evaluation_is_no_tree(company: Any) -> None:
+    made = company(lambda message, pool: Act())
+
+    async def work(made: Company, context: Any) -> None:
+        await made.evaluate([Task("heldout/0", "echo", "heldout", 0)], trials=6)
+
+    made.play(work)
+    trials = [message for _, message in made.started if message.kind == "eval"]
+    assert len(trials) == 6 and all(message.sibling is None for message in trials)
 
 
 # -- when it cannot be -----------------------------------------------------------------------------------------------

@@ -39,8 +39,9 @@ def test_every_policy_token_was_sampled_for_exactly_its_prompt_and_nothing_else_
                 known = min(len(node.logprobs), max(0, taken - first[id(node)]))  # of a sibling
                 if known < mine.sum():
                     tokens, at = node.tokens.tolist(), opened + known
-                    said = ((*ids, *tokens[:at]), tuple(tokens[at:]), tuple(node.versions[known:].tolist()))
-                    assert (*said, node.logprobs[known:].tobytes()) in run.sampled, f"{t.id}/{t.attempt}: no engine sampled this"
+                    versions, logprobs = tuple(node.versions[known:].tolist()), node.logprobs[known:].tobytes()
+                    said = ((*ids, *tokens[:at]), tuple(tokens[at:]), versions, logprobs)
+                    assert said in run.sampled, f"{t.id}/{t.attempt}: no engine sampled this"
                 ids += node.tokens.tolist()
         sampled = [id_ for node in t.nodes for id_ in node.tokens[node.provenance == POLICY].tolist()]
         assert [id_ for sample in t.samples() for id_ in sample.tokens[sample.mask].tolist()] == sampled
