@@ -11,6 +11,7 @@ Owns in-flight episodes, their groups and the staleness budget. Promises:
   and never trained, and replaced while the step needs it;
 - a broken episode never carries a reward: the run's policy says whether it is retried or dropped (law 6), `BIAS` what
   that does to the data. A task that always fails is quarantined and never dispatched again;
+- with `rollout.tree` a member starts when the sibling that it forks from has ended (see `tree.py`), and waits for no other;
 - an evaluation has its own sampling, shares the slots fairly, and is never part of a batch (law 8);
 - nothing waits without a limit: permits are bounded by the pools' slots, attempts and replacements by numbers, calls by
   seconds (law 10).

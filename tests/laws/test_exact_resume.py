@@ -26,7 +26,7 @@ def test_a_run_whose_actors_are_killed_trains_exactly_what_an_undisturbed_one_tr
     assert steps_measured(stormy) == steps_measured(calm), stormy.crashes
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 @pytest.mark.parametrize("segment", [0, 2])
 def test_a_run_that_samples_as_a_tree_grows_the_same_trees_whoever_dies(simulated_run, seed, segment):
     runs = []
