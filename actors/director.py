@@ -390,7 +390,8 @@ class Director:
     def _bias(self) -> dict[str, str]:
         """What this run's policies do to the data that is trained on, in words."""
         rollout = self._config.rollout
-        applied = [rollout.on_failure, *["oversample"] * bool(rollout.oversample), *["filter"] * (rollout.filter != "none")]
+        others = {"oversample": rollout.oversample > 0, "filter": rollout.filter != "none", "tree": rollout.tree > 0}
+        applied = [rollout.on_failure, *(name for name, on in others.items() if on)]
         return {policy: BIAS[policy] for policy in applied}
 
 

@@ -11,6 +11,7 @@ Owns in-flight episodes, their groups and the staleness budget. Promises:
   and never trained, and replaced while the step needs it;
 - a broken episode never carries a reward: the run's policy says whether it is retried or dropped (law 6), `BIAS` what
   that does to the data. A task that always fails is quarantined and never dispatched again;
+- with `rollout.tree` a member starts when the sibling that it forks from has ended (see `tree.py`), and waits for no other;
 - an evaluation has its own sampling, shares the slots fairly, and is never part of a batch (law 8);
 - nothing waits without a limit: permits are bounded by the pools' slots, attempts and replacements by numbers, calls by
   seconds (law 10).
@@ -35,6 +36,7 @@ from troupe.actors.permits import Permits
 from troupe.actors.quarantine import Quarantine
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.store import Store
+from troupe.actors.tree import sibling_of
 from troupe.envs import registry
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import (
@@ -56,6 +58,7 @@ from troupe.protocol.messages import (
     PoolsHeard,
     RunEpisode,
     Sampling,
+    Sibling,
 )
 from troupe.protocol.trajectory import Failure, Kind, Status, Task, Trajectory
 
@@ -75,8 +78,10 @@ BIAS: dict[str, str] = {
     "oversample": "each step trains on the groups that were ready first, so slow tasks and long episodes are seen too rarely",
     "filter": "groups whose rewards are all equal are not trained, so tasks that are always or never solved are missing and "
     "the rewards of a batch are not those of the policy on all tasks",
+    "tree": "members of a group share beginnings, so they vary less than independent ones, and beginnings that led to long "
+    "episodes, which have more places to fork at, are seen too often",
 }
-"""What a policy of `rollout.on_failure`, over-sampling and the filter do to the data that is trained on."""
+"""What a policy of `rollout.on_failure`, over-sampling, the filter and sampling as a tree do to the data that is trained on."""
 
 _EVENTS_KEPT = 200
 _REPLACEMENTS = 8
@@ -373,7 +378,12 @@ class Dispatcher:
         """Runs all members and commits them; again if the store lost their records before they were committed."""
         reason = ""
         for _ in range(_ROUNDS):
-            await asyncio.gather(*(self._run_member(group, number) for number in range(len(group.members))))
+            running: list[asyncio.Future[None]] = []
+            for number in range(len(group.members)):
+                before = self._forks_from(group, number)
+                work = self._run_member(group, number, None if before is None else running[before])
+                running.append(asyncio.ensure_future(work))
+            await asyncio.gather(*running)
             verdict = self._judge(group)
             commit = CommitGroup(
                 group=group.number,
@@ -437,8 +447,9 @@ class Dispatcher:
 
     # -- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _run_member(self, group: _Group, number: int) -> None:
+    async def _run_member(self, group: _Group, number: int, after: asyncio.Future[None] | None) -> None:
         """Carries an episode to its end, with exactly one record of it in the store: `done` of the member says which.
+        It begins once `after`, the sibling that it forks from, has ended.
 
         Retried: infrastructure failures, of evaluations and under the policy "retry". A failure of kind "data" counts
         for the quarantine of its task, and so does an episode that failed at each of several attempts in the same words,
@@ -453,6 +464,8 @@ class Dispatcher:
         moves = 0
         self._in_flight += 1
         try:
+            if after is not None:
+                await asyncio.wait({after})
             while not group.stopped and len(failures) < allowed:
                 last = await self._attempt(group, number, avoid=last.pool if last else "")
                 self._tokens += last.tokens
@@ -524,6 +537,7 @@ class Dispatcher:
             sampling=group.sampling,
             limits=group.limits,
             seed=member.seed,
+            sibling=self._sibling(group, number),
         )
         seconds = group.limits.episode_s + 120.0
         work = within(seconds, f"{pool}.run_episode({member.episode})", self._pool(pool).run_episode(message))
@@ -578,6 +592,17 @@ class Dispatcher:
         )
         await self._patiently("store.deposit", lambda: self._store.deposit(Deposit(trajectory)))
         return replace(last, attempt=attempt, status=status, stop=status, stored=True, reward=0.0, success=None)
+
+    def _forks_from(self, group: _Group, number: int) -> int | None:
+        return sibling_of(number, self._settings.tree) if group.kind == "train" else None
+
+    def _sibling(self, group: _Group, number: int) -> Sibling | None:
+        """What a member forks from. One that broke or was not stored is no beginning: the member begins at the start."""
+        before = self._forks_from(group, number)
+        done = None if before is None else group.members[before].done
+        if done is None or done.status != "completed" or not done.stored:
+            return None
+        return Sibling(done.episode, done.attempt, self._settings.tree_segment)
 
     def _attempt_of(self, member: _Member) -> int:
         """The number of its next attempt, or of the one that runs."""

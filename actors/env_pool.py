@@ -8,6 +8,7 @@ Owns its worlds and the trajectories that grow in it. Promises:
 - a world that does not return is given up at its wall clock and its slot is free again. A thread that Python cannot end
   stays behind: with too many of them the pool takes no more episodes, finishes those it has, and lets itself be replaced;
 - an async or inline world that never gives the event loop back ends the pool by name, so that it is replaced;
+- an episode that forks from a sibling begins with what that one did, or breaks (see `tree.py`);
 - worlds are closed whatever happens (law 9);
 - a pool that is drained takes no more episodes and finishes those it has.
 """
@@ -19,8 +20,8 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from troupe.actors.recorder import Recorder
 from troupe.actors.router import Router
 from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
+from troupe.actors.tree import Forking
 from troupe.envs import drive, registry
 from troupe.envs.base import TextWorld, ToolCall
 from troupe.envs.drive import Driver
@@ -55,10 +57,10 @@ from troupe.protocol.messages import (
     EpisodeDone,
     Generate,
     Generated,
+    GetDeposit,
     Health,
     Limits,
     Ping,
-    Receipt,
     Rehearse,
     Rehearsed,
     Routes,
@@ -67,7 +69,9 @@ from troupe.protocol.messages import (
 )
 from troupe.protocol.trajectory import Failure, StopReason, Trajectory, samples_of
 
-_DEPOSIT_TRIES = 60
+T = TypeVar("T")
+
+_STORE_TRIES = 60
 _FAILURES = 3
 """Demonstrations that break before the first good one until the world is called broken."""
 _LOOP_GRACE_S = 10.0
@@ -216,8 +220,9 @@ class EnvPool:
 
     async def _episode(self, message: RunEpisode) -> EpisodeDone:
         clock = self._context.clock
-        recorder = Recorder(message, self._rendering, self._router, self._window)
         outcome = Outcome()
+        policy = Forking(self._router, outcome.steps)
+        recorder = Recorder(message, self._rendering, policy, self._window)
         failure: Failure | None = None
         started = clock.now()
         cancelled = False
@@ -228,7 +233,7 @@ class EnvPool:
                 what = f"{self._context.name}: the episode {message.episode}"
 
                 async def play() -> None:  # made only once it runs: it may be cancelled before
-                    await within(message.limits.episode_s, what, self._loop(stage))
+                    await within(message.limits.episode_s, what, self._play(stage, policy, message))
 
                 playing = asyncio.ensure_future(play())
                 self._playing[(message.episode, message.attempt)] = playing
@@ -276,8 +281,9 @@ class EnvPool:
             seed=message.seed,
             started_at=started,
             seconds=clock.now() - started,
+            fork=policy.fork,
         )
-        receipt = await self._deposit(trajectory)
+        receipt = await self._patiently("store.deposit", lambda: self._store.deposit(Deposit(trajectory)))
         await self._router.end_session(f"{message.episode}/{message.attempt}")
         return EpisodeDone(
             episode=message.episode,
@@ -289,7 +295,7 @@ class EnvPool:
             reward=trajectory.reward,
             success=trajectory.success,
             turns=len(trajectory.steps),
-            tokens=trajectory.policy_tokens,
+            tokens=trajectory.sampled_tokens,
             oldest_version=trajectory.versions[0],
             failure_kind=failure.kind if failure else "",
             failure=failure.message if failure else receipt.reason,
@@ -313,16 +319,26 @@ class EnvPool:
     def _hear_lag(self, seconds: float) -> None:
         self._lag = seconds
 
-    async def _deposit(self, trajectory: Trajectory) -> Receipt:
+    async def _play(self, stage: Stage, policy: Forking, message: RunEpisode) -> None:
+        if sibling := message.sibling:
+            asked = GetDeposit(sibling.episode, sibling.attempt)
+            found = await self._patiently("store.deposited", lambda: self._store.deposited(asked))
+            # A store that has lost the sibling will not commit this group: it runs again as a whole, whatever is done here.
+            if found.trajectory is not None:
+                policy.begin_with(found.trajectory, sibling.segment, message.seed)
+        await self._loop(stage)
+
+    async def _patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Asks the store again while it is being replaced. It may have taken a deposit before it was lost: it refuses a
+        second write, so asking again is safe."""
         reason = ""
-        for _ in range(_DEPOSIT_TRIES):
+        for _ in range(_STORE_TRIES):
             try:
-                return await within(30.0, "store.deposit", self._store.deposit(Deposit(trajectory)))
+                return await within(30.0, what, call())
             except (ActorLost, NotReady, Overloaded, TimedOut) as error:
-                # The store may have taken it before it was lost: it refuses a second write, so asking again is safe.
                 reason = str(error)
                 await asyncio.sleep(0.5 + self._context.rng.random())
-        raise TimedOut(f"the store took no deposit of {trajectory.id}: {reason}")
+        raise TimedOut(f"{what} failed {_STORE_TRIES} times: {reason}")
 
     def _classify(self, error: Exception, message: RunEpisode) -> Failure:
         """Decided here, where the error is known: what the world says about its task, and all else is infrastructure."""

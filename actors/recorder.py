@@ -32,7 +32,7 @@ _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
 class Speaks(Protocol):
-    """Whatever samples tokens: the router in a run, an engine in a test."""
+    """Whatever samples tokens: the router in a run, perhaps behind `tree.Forking`; an engine in a test."""
 
     async def generate(self, request: Generate) -> Generated: ...
 

@@ -83,6 +83,15 @@ class RolloutSettings(_Section):
 
     groups_per_step: int = Field(8, ge=1, description="tasks in one training step")
     group_size: int = Field(8, ge=1, description="episodes of each task (one group)")
+    tree: int = Field(
+        0,
+        ge=0,
+        description="episodes of a group that begin at the start; each other one goes on from where a sibling was "
+        "(see docs/dispatch.md); 0: all begin at the start",
+    )
+    tree_segment: int = Field(
+        0, ge=0, description="with tree: fork also within a turn, after every so many tokens; 0: only between turns"
+    )
     max_staleness: int = Field(1, ge=0, description="how many weight versions a batch may lag behind; 0: on-policy")
     temperature: float = Field(1.0, gt=0, description="sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
@@ -110,6 +119,16 @@ class RolloutSettings(_Section):
     env_step_s: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds that a world may take for one step")
     generate_s: float = Field(120.0, gt=0, allow_inf_nan=False, description="seconds that one turn's generation may take")
     episode_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="seconds that one episode may take")
+
+    @model_validator(mode="after")
+    def _grows(self) -> RolloutSettings:
+        if self.tree >= self.group_size > 0 and self.tree:
+            raise ValueError(f"tree = {self.tree} leaves none of {self.group_size} episodes to fork: make it less, or 0 (off)")
+        if self.tree_segment and not self.tree:
+            raise ValueError("tree_segment has no effect without tree: set tree to how many episodes begin at the start")
+        if self.tree_segment and self.stop:
+            raise ValueError("a stop string could begin before a fork and end after it: with stop, set tree_segment = 0")
+        return self
 
 
 class AgentSettings(_Section):

@@ -41,9 +41,11 @@ from troupe.protocol.messages import (
     CommitGroup,
     Committed,
     Deposit,
+    Deposited,
     Fence,
     GetBatch,
     GetCommitted,
+    GetDeposit,
     Health,
     Ping,
     Receipt,
@@ -157,8 +159,17 @@ class Store:
         row = arrow.to_table([trajectory]).to_batches()[0]
         failure = trajectory.failure if trajectory.status == "failed" else None
         data = (trajectory.task.id, failure.message[:_MESSAGE_CHARS]) if failure and failure.kind == "data" else None
-        self._deposits[episode] = _Deposited(attempt, trajectory.kind, trajectory.status, trajectory.policy_tokens, data, row)
+        self._deposits[episode] = _Deposited(attempt, trajectory.kind, trajectory.status, trajectory.sampled_tokens, data, row)
         return Receipt(True)
+
+    async def deposited(self, message: GetDeposit) -> Deposited:
+        """Gives back what waits for its commit, if it is of that attempt."""
+        self._check_ready()
+        held = self._deposits.get(message.episode)
+        if held is None or held.attempt != message.attempt:
+            return Deposited(None)
+        (trajectory,) = arrow.from_table(pa.Table.from_batches([held.row]))
+        return Deposited(trajectory)
 
     async def fence(self, message: Fence) -> Ack:
         """Refuses attempts below `message.attempt` from now on, durably; of all episodes if `message.episode` is empty.
@@ -445,6 +456,8 @@ def _check(trajectory: Trajectory) -> None:
                 raise ValueError(f"node {index} has parent {node.parent}, which does not come before it")
             if not -1 <= node.step < len(trajectory.steps):
                 raise ValueError(f"node {index} is of step {node.step} of {len(trajectory.steps)}")
+        if trajectory.fork and not 0 <= trajectory.fork.tokens <= trajectory.policy_tokens:
+            raise ValueError(f"{trajectory.fork.tokens} of its {trajectory.policy_tokens} tokens are said to be a sibling's")
         rewards = [trajectory.reward, *(step.reward for step in trajectory.steps)]
         if trajectory.status == "completed" and not all(map(math.isfinite, rewards)):
             raise ValueError("it is completed, yet a reward is not a number: such an episode has failed")

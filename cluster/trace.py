@@ -301,6 +301,7 @@ class _Page:
             "tokens": f"{policy} policy, {template} template, {environment} environment: {sum(_counts(t))} in all",
             "versions": "" if low < 0 else f"{low}" if low == high else f"{low} to {high}",
             "sampling": " · ".join(f"{name} {_plain(value)}" for name, value in t.sampling.items()),
+            "forked": f"from {t.fork.episode}, which said the first {t.fork.tokens} tokens of the policy" if t.fork else "",
             "ran": f"{t.seconds:.2f} s" + (f" in {t.pool}" if t.pool else "") + f", seed {t.seed}",
         }
         colour = {"completed": "bold", "failed": "bold red", "cancelled": "yellow"}[t.status]

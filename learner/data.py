@@ -21,9 +21,11 @@ from troupe.protocol import arrow, stored
 from troupe.protocol.errors import ConfigError, StoreError
 from troupe.protocol.trajectory import Trajectory
 
+FORK = ("fork_episode", "fork_attempt", "fork_tokens")
+"""Columns that may be missing: nothing forked."""
 DERIVED = ("turns", "tokens", "policy_tokens", "version_min", "version_max")
 """Columns that training does not read."""
-MAY_BE_NULL = ("success", "failure_kind", "failure_type", "failure_message", "failure_where")
+MAY_BE_NULL = ("success", "failure_kind", "failure_type", "failure_message", "failure_where", *FORK)
 
 
 @dataclass(slots=True)
@@ -107,7 +109,8 @@ def _file(path: Path) -> pa.Table:
 
 def _fitted(table: pa.Table, path: Path) -> pa.Table:
     """`table` with the columns of `arrow.SCHEMA`, and `trains` if it has that."""
-    missing = [name for name in arrow.SCHEMA.names if name not in table.column_names and name not in DERIVED]
+    needed = [name for name in arrow.SCHEMA.names if name not in (*DERIVED, *FORK)]
+    missing = [name for name in needed if name not in table.column_names]
     if missing:
         flat = " Nested columns are left out by SQL: write the table that troupe.open(RUN).trajectories() gives."
         hint = flat if {"nodes", "steps"} & set(missing) else ""
@@ -116,7 +119,7 @@ def _fitted(table: pa.Table, path: Path) -> pa.Table:
         arrow.check_version(table.schema)
     columns = []
     for field in arrow.SCHEMA:
-        if field.name in DERIVED:
+        if field.name in DERIVED or field.name not in table.column_names:
             columns.append(pa.nulls(table.num_rows, field.type))
             continue
         found = table[field.name]

@@ -19,7 +19,8 @@ def learning_rate(config: LearnerConfig, step: int) -> float:
 
 
 def cold_start_rate(config: LearnerConfig, step: int, steps: int) -> float:
-    """Of the cold start's step after `step` of `steps`: rises over `cold_start_warmup`, falls to a tenth as a cosine."""
+    """Of the cold start's step after `step` of `steps`: rises over `cold_start_warmup`, then falls to a tenth as a cosine."""
     warmup = config.cold_start_warmup
     rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
-    return config.cold_start_lr * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
+    gone = max(0, step - warmup) / max(1, steps - warmup)
+    return config.cold_start_lr * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * gone)))

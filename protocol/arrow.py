@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 
 from troupe.protocol.errors import StoreError
-from troupe.protocol.trajectory import Call, Failure, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import Call, Failure, Fork, Node, Step, Task, Trajectory
 
-VERSION = 2
+VERSION = 3
 VERSION_KEY = b"troupe.trajectories"
 """Of the schema's metadata."""
 
@@ -90,6 +90,9 @@ SCHEMA = pa.schema(
         ("seed", pa.int64()),
         ("started_at", pa.float64()),
         ("seconds", pa.float64()),
+        ("fork_episode", pa.string()),  # null, as are the next two: it began at the start
+        ("fork_attempt", pa.int32()),
+        ("fork_tokens", pa.int32()),
         # Derived, so that SQL need not open the nested columns:
         ("turns", pa.int32()),
         ("tokens", pa.int32()),
@@ -101,10 +104,11 @@ SCHEMA = pa.schema(
     ],
     metadata={VERSION_KEY: str(VERSION).encode()},
 )
-"""One row a trajectory; the fields of `trajectory.Trajectory` with its task and failure flattened."""
+"""One row a trajectory; the fields of `trajectory.Trajectory` with its task, failure and fork flattened."""
 
 _TASK = {"task_id": "id", "env": "env", "split": "split", "task_seed": "seed"}
 _FAILURE = {f"failure_{name}": name for name in ("kind", "type", "message", "where")}
+_FORK = {f"fork_{name}": name for name in ("episode", "attempt", "tokens")}
 _PLAIN = (
     *("id", "attempt", "group", "member", "kind", "step", "status", "stop", "reward", "success"),
     *("pool", "seed", "started_at", "seconds"),
@@ -135,6 +139,7 @@ def from_table(table: pa.Table) -> list[Trajectory]:
     task = {field: columns[name].to_pylist() for name, field in _TASK.items()}
     task["data"] = [json.loads(text) for text in columns["task_data"].to_pylist()]
     failure = {field: columns[name].to_pylist() for name, field in _FAILURE.items()}
+    fork = {field: columns[name].to_pylist() for name, field in _FORK.items()}
     sampling = [json.loads(text) for text in columns["sampling"].to_pylist()]
     nodes = _lists(columns["nodes"], _read_nodes)
     steps = _lists(columns["steps"], _read_steps)
@@ -143,6 +148,7 @@ def from_table(table: pa.Table) -> list[Trajectory]:
             **{name: values[row] for name, values in plain.items()},
             task=Task(**{name: values[row] for name, values in task.items()}),
             failure=None if kind is None else Failure(**{name: values[row] for name, values in failure.items()}),
+            fork=None if fork["episode"][row] is None else Fork(**{name: values[row] for name, values in fork.items()}),
             sampling=sampling[row],
             nodes=nodes[row],
             steps=steps[row],
@@ -184,6 +190,8 @@ def _column(name: str, trajectories: Sequence[Trajectory]) -> pa.Array:
         values = map(attrgetter(f"task.{_TASK[name]}"), trajectories)
     elif name in _FAILURE:
         values = (t.failure and getattr(t.failure, _FAILURE[name]) for t in trajectories)
+    elif name in _FORK:
+        values = (t.fork and getattr(t.fork, _FORK[name]) for t in trajectories)
     elif name == "task_data":
         values = (_json(t.task.data) for t in trajectories)
     elif name == "sampling":

@@ -72,6 +72,10 @@ class TaskFailed(EpisodeError):
     kind: FailureKind = "data"
 
 
+class NotReplayed(EpisodeError):
+    """A world, or an agent's program, did not do again what it had done before from the same task with the same actions."""
+
+
 class ActorLost(TroupeError):
     """The actor that was called died or cannot be reached; the call may or may not have been executed."""
 

@@ -170,8 +170,20 @@ class WeightsHeld:
 
 
 @dataclass(slots=True)
+class Sibling:
+    """An attempt that has ended and is deposited: fork from it. `segment`: as in `RolloutSettings.tree_segment`."""
+
+    __pydantic_config__ = _CONFIG
+    episode: str
+    attempt: int
+    segment: int = 0
+
+
+@dataclass(slots=True)
 class RunEpisode:
-    """Run one attempt of one episode to its end and deposit the trajectory in the store."""
+    """Run one attempt of one episode to its end and deposit the trajectory in the store.
+
+    sibling: begin with a part of what it did, drawn from `seed`, if the store still has it and it is long enough."""
 
     __pydantic_config__ = _CONFIG
     episode: str
@@ -184,11 +196,12 @@ class RunEpisode:
     sampling: Sampling
     limits: Limits
     seed: int
+    sibling: Sibling | None = None
 
 
 @dataclass(slots=True)
 class EpisodeDone:
-    """How an attempt ended; the trajectory itself is in the store if `stored`."""
+    """How an attempt ended; the trajectory itself is in the store if `stored`. `tokens`: sampled for it."""
 
     __pydantic_config__ = _CONFIG
     episode: str
@@ -404,6 +417,23 @@ class Receipt:
     __pydantic_config__ = _CONFIG
     accepted: bool
     reason: str = ""
+
+
+@dataclass(slots=True)
+class GetDeposit:
+    """What this attempt has deposited, while its group is not committed. (A member that forks from it asks.)"""
+
+    __pydantic_config__ = _CONFIG
+    episode: str
+    attempt: int
+
+
+@dataclass(slots=True)
+class Deposited:
+    """The trajectory; None if the store does not hold it (any more)."""
+
+    __pydantic_config__ = _CONFIG
+    trajectory: Trajectory | None
 
 
 @dataclass(slots=True)

@@ -152,13 +152,24 @@ class Failure:
 
 
 @dataclass(slots=True)
+class Fork:
+    """Where a trajectory left its sibling, attempt `attempt` of `episode`: it began with the first `tokens` that the policy
+    said there, and all that it was told until then. Those tokens keep the logprobs and versions that they have there."""
+
+    __pydantic_config__ = _CONFIG
+    episode: str
+    attempt: int
+    tokens: int = 0
+
+
+@dataclass(slots=True)
 class Trajectory:
     """One attempt at one episode.
 
     id: the episode's id, the same for all its attempts. group: trajectories of one task and seed share it.
     step: the training step that this episode was born for (for an evaluation: the version evaluated).
     reward: return over all steps; meaningless unless `status` is "completed". success: the world's verdict, None if
-    it has none. sampling: settings it was sampled with. pool: the actor that ran it.
+    it has none. sampling: settings it was sampled with. pool: the actor that ran it. fork: None if it began at the start.
     """
 
     __pydantic_config__ = _CONFIG
@@ -181,11 +192,17 @@ class Trajectory:
     seed: int = 0
     started_at: float = 0.0
     seconds: float = 0.0
+    fork: Fork | None = None
 
     @property
     def policy_tokens(self) -> int:
-        """Number of sampled tokens."""
+        """Number of tokens that the policy said."""
         return sum(len(node.logprobs) for node in self.nodes)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Of the policy's tokens those that were sampled for this trajectory, not for the sibling that it forked from."""
+        return self.policy_tokens - (self.fork.tokens if self.fork else 0)
 
     @property
     def versions(self) -> tuple[int, int]:

@@ -44,6 +44,7 @@ def signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
       tool_truncated, tool_refused;
     - truncation: cut_turns (share of steps cut by a token limit), limited (share of trajectories stopped by a limit) and
       its kinds limited_max_turns, limited_max_tokens, ...;
+    - sampling as a tree: reused_tokens (share of the policy's tokens that were sampled for a sibling; only if any forked);
     - parts of the reward: reward_part_NAME (mean sum over a trajectory), reward_corr_NAME (its correlation with the
       outcome within groups; the outcome is the part "outcome", else success; below 0 the part is earned by those who fail).
     """
@@ -58,6 +59,7 @@ def signals(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             **_rewards(done, list(groups.values())),
             **_repetition(done, list(groups.values())),
             **_actions(done),
+            **_reused(done),
             **_parts(done, list(groups.values())),
         }
     return {name: float(value) for name, value in told.items() if math.isfinite(value)}
@@ -91,13 +93,23 @@ def _repetition(done: list[Trajectory], groups: list[list[int]]) -> dict[str, fl
         "repeated_turns": repeats / len(lengths),
     }
     chosen = [i for row in zip_longest(*groups) for i in row if i is not None and spoken[i]][:_SAMPLED]
-    grams = {n: [_grams(spoken[i], n) for i in chosen] for n in (1, 2, 3)}
+    fresh = {i: _after(spoken[i], done[i].policy_tokens - done[i].sampled_tokens) for i in chosen}  # a sibling's count there
+    grams = {n: [_grams(fresh[i], n) for i in chosen] for n in (1, 2, 3)}
     for n, mine in grams.items():
         if count := sum(map(len, mine)):
             told[f"distinct_{n}"] = len(np.unique(np.concatenate(mine))) / count
     apart = np.array([[done[i].group != done[j].group for j in chosen] for i in chosen])
     told["self_similarity"] = _similarity(grams[3], apart if apart.any() else ~np.eye(len(chosen), dtype=bool))
     return told
+
+
+def _after(turns: Iterable[Any], count: int) -> Iterable[Any]:
+    """`turns` without their first `count` tokens."""
+    kept = []
+    for turn in turns:
+        kept.append(turn[count:])
+        count = max(0, count - len(turn))
+    return kept
 
 
 def _grams(turns: Iterable[Any], n: int) -> Indices:
@@ -143,6 +155,12 @@ def _actions(done: list[Trajectory]) -> dict[str, float]:
         told["tool_misuse"] = sum(calls[name] for name in MISUSES) / calls.total()
         told |= {f"tool_{name}": calls[name] / calls.total() for name in MISUSES}
     return told
+
+
+def _reused(done: list[Trajectory]) -> dict[str, float]:
+    said = sum(t.policy_tokens for t in done)
+    forked = said and any(t.fork is not None for t in done)
+    return {"reused_tokens": 1 - sum(t.sampled_tokens for t in done) / said} if forked else {}
 
 
 def _parts(done: list[Trajectory], groups: list[list[int]]) -> dict[str, float]:

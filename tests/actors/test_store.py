@@ -23,9 +23,9 @@ from troupe.actors import store as module
 from troupe.actors.store import Store
 from troupe.protocol import arrow
 from troupe.protocol.errors import NotReady, Overloaded, StoreError
-from troupe.protocol.messages import Blob, CommitGroup, Deposit, Fence, GetBatch, GetCommitted, Ping
+from troupe.protocol.messages import Blob, CommitGroup, Deposit, Fence, GetBatch, GetCommitted, GetDeposit, Ping
 from troupe.protocol.stored import committed, manifest
-from troupe.protocol.trajectory import Failure, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import Failure, Fork, Node, Step, Task, Trajectory
 
 
 class Host:
@@ -238,6 +238,32 @@ async def _refused(store: Store, episode: str, reason: str, attempt: int = 0) ->
     assert not receipt.accepted and reason in receipt.reason
 
 
+def test_a_deposit_can_be_had_again_until_it_is_committed_or_fenced(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        async def asked(episode: str, attempt: int = 0) -> Trajectory | None:
+            return (await store.deposited(GetDeposit(episode, attempt))).trajectory
+
+        await deposit(store, "a", "b")
+        found = await asked("a")
+        assert found is not None and found.nodes[0].text == "a" and found.nodes[0].logprobs.tolist() == [-0.5, -0.25]
+        assert await asked("a", 1) is None and await asked("c") is None
+        await store.fence(Fence("b", 1))
+        await store.commit(group(1, "a"))
+        assert await asked("a") is None and await asked("b") is None
+
+    on_store(tmp_path, work)
+
+
+def test_tokens_that_were_sampled_for_a_sibling_are_counted_once(tmp_path: Path) -> None:
+    async def work(store: Store) -> None:
+        await deposit(store, "a")
+        await deposit(store, "b", fork=Fork("a", 0, 1))
+        await store.commit(group(1, "a", "b"))
+        assert (await store.committed(GetCommitted())).tokens == 3
+
+    on_store(tmp_path, work)
+
+
 def test_a_fence_refuses_dead_attempts_also_after_a_restart(tmp_path: Path) -> None:
     async def work(store: Store) -> None:
         await store.fence(Fence("a", 2))
@@ -342,6 +368,7 @@ def test_a_commit_whose_caller_is_gone_is_still_whole(tmp_path: Path) -> None:
         ({"steps": [Step(reward=float("inf"))]}, "a reward is not a number"),
         ({"steps": []}, "node 0 is of step 0 of 0"),
         ({"seed": 2**63}, "does not fit"),
+        ({"fork": Fork("b", 0, 3)}, "3 of its 2 tokens are said to be a sibling's"),
     ],
 )
 def test_a_trajectory_that_contradicts_itself_is_an_error(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:

@@ -67,7 +67,7 @@ AGAINST_GRPO: dict[str, dict[str, Any]] = {
         "rollout.temperature": 1.2,
         **DYNAMIC_SAMPLING,
     },
-    "treepo": {"learner.advantage": "treepo"},
+    "treepo": {"learner.advantage": "treepo", "rollout.tree": 2, "rollout.tree_segment": 4},
     "pass_at_k": {"learner.advantage": "pass_at_k"},
     "aspo": {"learner.advantage": "aspo"},
     "eto": {"learner.objective": "preference", "learner.passes": 3, "learner.minibatches": 1, **NO_KL},
@@ -281,7 +281,7 @@ def test_the_documentation_tells_of_every_method_once_and_links_every_recipe() -
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("name", ["gspo", "starpo_s", "gigpo"])
+@pytest.mark.parametrize("name", ["gspo", "starpo_s", "gigpo", "treepo"])
 def test_a_recipe_runs_a_step(name: str, tmp_path: Path) -> None:
     small = {
         "steps": 1,

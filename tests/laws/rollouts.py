@@ -135,6 +135,16 @@ def drawn(seed: int) -> Plot:
         chaos=Chaos((0.0005, dice.choice([0.005, 0.05, 0.2])), dice.choice([0.0, 0.02, 0.05]), lost, lost),
         room=dice.choice([6, 1_000]),
     )
+    grown = random.Random(f"tree/{seed}")  # dice of their own: the rest of a seed's plot is as it would be without
+    if grown.random() < 0.4:
+        settings = plot.settings
+        plot.settings = settings.model_copy(
+            update={
+                "group_size": settings.group_size + grown.choice([0, 1, 2]),
+                "tree": 1 if settings.group_size == 2 else grown.choice([1, 2]),
+                "tree_segment": grown.choice([0, 0, 1, 2]),
+            }
+        )
     for _ in range(dice.choice([0, 1, 1, 2, 3])):
         kind = dice.choice(["", "", "begins", "ends", "accepted", "commit of", "fences", "lives", "announces", "dies"])
         number = dice.randrange(1, {"": 120, "announces": 3, "dies": 3, "fences": 5, "commit of": 6}.get(kind, 12))

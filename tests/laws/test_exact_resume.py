@@ -62,6 +62,27 @@ def test_pools_follow_the_load_and_every_change_is_told(simulated_run):
     assert latency["step"]["count"] >= 2 * 30 and latency["reset"]["p99_s"] < 0.1
 
 
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
+@pytest.mark.parametrize("segment", [0, 2])
+def test_a_run_that_samples_as_a_tree_grows_the_same_trees_whoever_dies(simulated_run, seed, segment):
+    runs = []
+    for crashes in (0, 6):
+        tree = {"rollout__tree": 1, "rollout__tree_segment": segment, "rollout__group_size": 4}
+        runs.append(simulated_run(**tree))
+        runs[-1].play(seed if crashes else 0, crashes=crashes, until_s=25.0)
+    calm, stormy = runs
+    assert stormy.weights() == calm.weights(), stormy.crashes
+    first, second = (forks_of(run) for run in runs)
+    assert first == second and sum(taken > 0 for _, taken in first.values()) >= (16 if segment == 0 else 20)
+
+
+def forks_of(run):
+    """What each trained trajectory took from whom."""
+    columns = ["id", "fork_episode", "fork_tokens", "trains"]
+    rows = RunFolder(str(run.folder)).trajectories().select(columns).to_pylist()
+    return {row["id"]: (row["fork_episode"], row["fork_tokens"] or 0) for row in rows if row["trains"]}
+
+
 COLLAPSING = {
     "steps": 14,
     "keep_checkpoints": 2,

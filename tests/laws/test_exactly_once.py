@@ -19,6 +19,8 @@ from tests.laws.rollouts import SEED, Plot, Run, Stage, Troubled, drawn, every_s
 from troupe.actors import dispatcher as dispatching
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
+from troupe.actors.tree import drawn as drawn_place
+from troupe.actors.tree import sibling_of, turns_of
 from troupe.cluster.run import Run as RunFolder
 from troupe.protocol.messages import CommitGroup, Fence
 from troupe.protocol.trajectory import Task, Trajectory
@@ -107,6 +109,22 @@ def test_no_task_is_repeated_or_skipped(run: Run) -> None:
             numbers = sorted(g.group for g in run.groups if g.kind == "train" and g.step == step)
             first = step * dispatching.GROUPS_PER_STEP_LIMIT
             assert numbers == list(range(first, first + len(numbers))), "a group was skipped and nothing says why"
+
+
+@every_seed
+def test_the_tree_of_a_group_follows_from_its_numbers(run: Run) -> None:
+    """Law 7: who forks from whom does not depend on who was ready first; and a fork is of the record that is stored."""
+    stored = {t.id: t for t in run.rows}
+    for t in run.rows:
+        before = sibling_of(t.member, run.plot.settings.tree) if t.kind == "train" else None
+        if t.fork is not None:
+            sibling = stored[t.fork.episode]
+            assert (sibling.group, sibling.member, sibling.attempt) == (t.group, before, t.fork.attempt)
+            assert sibling.status == "completed"
+        elif before is not None and t.status == "completed" and t.group in run.training:
+            sibling = next(other for other in run.rows if other.group == t.group and other.member == before)
+            place = drawn_place(turns_of(sibling), run.plot.settings.tree_segment, t.seed)
+            assert sibling.status != "completed" or place is None, f"{t.id} should have forked"
 
 
 def asked(group: int, member: int) -> tuple[Task, int]:
@@ -201,11 +219,14 @@ def test_the_storms_hold_all_that_they_promise(model_folder: Path) -> None:
         seen["late write"] += any("is dead" in event for event in run.trace)
         seen["written twice"] += any("already" in event for event in run.trace)
         seen["retried"] += any(message.attempt % 1000 for message in run.dispatched)
+        seen["forked"] += any(t.fork and t.status == "completed" for t in run.rows)
+        seen["forked within a turn"] += run.plot.settings.tree_segment > 0
         seen["evaluated"] += bool(run.evaluated)
         seen["whole"] += not run.broken
     assert seen["whole"] >= 45
     wanted = "store dispatcher env generator completed failed cancelled infrastructure data reset step nan evaluated retried"
-    assert not {name for name in [*wanted.split(), "not returned", "late write", "written twice"] if not seen[name]}, seen
+    rare = ["not returned", "late write", "written twice", "forked", "forked within a turn"]
+    assert not {name for name in [*wanted.split(), *rare] if not seen[name]}, seen
 
 
 @pytest.mark.parametrize("seed", range(16))

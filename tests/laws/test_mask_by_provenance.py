@@ -19,23 +19,41 @@ from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Node, Task
 
 @every_seed
 def test_every_policy_token_was_sampled_for_exactly_its_prompt_and_nothing_else_is_trained(run: Run) -> None:
-    """Law 1 and law 2 of whatever a rollout leaves in the store, completed, failed or cancelled."""
+    """Law 1 and law 2 of whatever a rollout leaves in the store, completed, failed or cancelled. What a trajectory took from
+    a sibling is in the sibling, token by token, logprob by logprob; that one is looked at too."""
+    stored = {(t.id, t.attempt): said_in(t) for t in run.rows}
     for t in run.rows:
         for node in t.nodes:
             node.check()
+        taken = t.fork.tokens if t.fork else 0
+        if t.fork and taken:
+            sibling = stored[t.fork.episode, t.fork.attempt]
+            assert said_in(t)[:taken] == sibling[:taken] and taken < len(sibling), f"{t.id}/{t.attempt} is no fork of it"
+        first = dict(zip(map(id, t.nodes), np.cumsum([0, *(len(node.logprobs) for node in t.nodes)]).tolist(), strict=False))
         for branch in t.branches():
             ids: list[int] = []
             for node in (t.nodes[i] for i in branch):
                 mine = node.provenance == POLICY
                 opened = int(len(mine) - mine.sum())
                 assert (not mine[:opened].any() and (node.provenance[:opened] == TEMPLATE).all()) or not mine.any()
-                if mine.any():
-                    prompt = (*ids, *node.tokens[:opened].tolist())
-                    said = (prompt, tuple(node.tokens[mine].tolist()), tuple(node.versions.tolist()), node.logprobs.tobytes())
+                known = min(len(node.logprobs), max(0, taken - first[id(node)]))  # of a sibling
+                if known < mine.sum():
+                    tokens, at = node.tokens.tolist(), opened + known
+                    versions, logprobs = tuple(node.versions[known:].tolist()), node.logprobs[known:].tobytes()
+                    said = ((*ids, *tokens[:at]), tuple(tokens[at:]), versions, logprobs)
                     assert said in run.sampled, f"{t.id}/{t.attempt}: no engine sampled this"
                 ids += node.tokens.tolist()
         sampled = [id_ for node in t.nodes for id_ in node.tokens[node.provenance == POLICY].tolist()]
         assert [id_ for sample in t.samples() for id_ in sample.tokens[sample.mask].tolist()] == sampled
+
+
+def said_in(t: Trajectory) -> list[tuple[int, int, float]]:
+    """Each token of the policy with its version and logprob."""
+    found: list[tuple[int, int, float]] = []
+    for node in t.nodes:
+        tokens = node.tokens[node.provenance == POLICY].tolist()
+        found += zip(tokens, node.versions.tolist(), node.logprobs.tolist(), strict=True)
+    return found
 
 
 @pytest.fixture(scope="module")

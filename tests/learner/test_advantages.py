@@ -15,7 +15,7 @@ from troupe.learner.advantages import Group, find, traits
 from troupe.learner.config import LearnerConfig
 from troupe.learner.whiten import whiten
 from troupe.protocol.errors import ConfigError
-from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Call, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import ENVIRONMENT, POLICY, Call, Fork, Node, Step, Task, Trajectory
 
 BY_RETURN = ("grpo", "rloo", "dr_grpo", "grpo_loo", "starpo", "reinforce_pp_baseline", "aspo", "pass_at_k")
 COMPARING = (*BY_RETURN, "gigpo", "turn_level", "treepo")
@@ -268,6 +268,40 @@ def test_treepo_compares_with_those_that_ended_at_the_shared_turn(told: bool) ->
     sigma = 1 / math.sqrt(3)
     expected = [[0.5, 7 / 12], [-0.5, -5 / 12], [-0.5], [0.5, 0.5]]
     close(tokens("treepo", of(made)), [[a / sigma for a in row] for row in expected])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_treepo_compares_within_a_turn_that_was_forked(order: list[int]) -> None:
+    """R = 1, 0, 1, 0; one turn of three tokens. The second forked from the first after one token, the third from the second
+    after two; the fourth begins at the start. μ = ½, σ = 1/√3; μ of the first three ⅔, of the second and third ½.
+    """
+    said = [[1, 2, 3], [1, 4, 5], [1, 4, 6], [7, 7, 7]]
+    made = [episode([r], [3]) for r in (1, 0, 1, 0)]
+    for t, ids, forked in zip(made, said, (0, 1, 2, 0), strict=True):
+        t.nodes[1].tokens[:] = ids
+        t.fork = Fork("e", 0, forked) if forked else None
+    expected = [[1 / 2, 5 / 12, 5 / 12], [-1 / 2, -7 / 12, -5 / 9], [1 / 2, 5 / 12, 4 / 9], [-1 / 2] * 3]
+    answers = tokens("treepo", of([made[i] for i in order]))
+    close(answers, [[a * math.sqrt(3) for a in expected[i]] for i in order])
+    for t in made:
+        t.fork = None  # then these are four turns that differ
+    close(tokens("treepo", of(made)), [[a * math.sqrt(3)] * 3 for a in (0.5, -0.5, 0.5, -0.5)])
+
+
+def test_treepo_knows_a_fork_in_a_later_turn_and_a_sibling_that_said_no_more() -> None:
+    """R = 1, 0, 0. The second forked in the second turn, after the one token that is all that the third said there.
+
+    μ = ⅓, σ = 1/√3; all share the first turn (μ = ⅓) and that token (μ = ⅓).
+    """
+    made = [episode([0, 1], [2, 2]), episode([0, 0], [2, 2]), episode([0, 0], [2, 1])]
+    made[1].nodes[3].tokens[1] = 99
+    made[1].fork = Fork("e", 0, 3)
+    close(tokens("treepo", of(made)), [[2 / math.sqrt(3)] * 4, [-1 / math.sqrt(3)] * 4, [-1 / math.sqrt(3)] * 3])
+    made.append(episode([0, 1], [2, 2], said=5))  # apart: μ of all ½, of the three ⅓
+    sigma = 1 / math.sqrt(3)
+    first, second = [0.5, 0.5, (0.5 + 2 / 3) / 2, (0.5 + 2 / 3 + 2 / 3) / 3], [-0.5, -0.5, -5 / 12, -7 / 18]
+    answers = tokens("treepo", of(made))
+    close(answers[:3], [[a / sigma for a in row] for row in (first, second, second[:3])])
 
 
 # -- of values -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from troupe.learner.health.detectors import (
     reward_hacking,
     reward_variance_cliff,
 )
-from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Call, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Call, Fork, Node, Step, Task, Trajectory
 
 Row = dict[str, Any]
 
@@ -103,6 +103,13 @@ def test_similarity_compares_trajectories_of_different_groups() -> None:
     assert signals(same[:2])["self_similarity"] == 1.0
     assert signals([make("a", 0, [[1, 2, 3]]), make("b", 1, [[4, 5, 6]])])["self_similarity"] == 0.0
     assert "self_similarity" not in signals([make("a", 0, [[1, 2, 3]]), make("b", 1, [[4, 5]])])
+
+
+def test_what_was_sampled_for_a_sibling_is_told_and_repeats_nothing() -> None:
+    told = signals([make("a", 0, [[1, 2], [3, 4]]), make("b", 0, [[1, 2], [3, 5]], fork=Fork("a", 0, 3))])
+    assert told["reused_tokens"] == pytest.approx(3 / 8) and told["response_tokens_mean"] == 4.0
+    assert told["distinct_1"] == 1.0 and told["distinct_2"] == 1.0  # 1 2 3 4 and 5; 12 34 and none
+    assert "reused_tokens" not in signals([make("a", 0, [[1, 2]])])
 
 
 def test_a_turn_said_before_in_the_same_trajectory_is_a_repeated_one() -> None:

@@ -3,6 +3,7 @@ overlong, truncated sampling, preferences, agreement."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from troupe.learner.errors import BatchError
 from troupe.learner.kl import divergence
 from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.rewards import overlong, return_of, turn_rewards
-from troupe.learner.schedule import learning_rate
+from troupe.learner.schedule import cold_start_rate, learning_rate
 from troupe.learner.truncation import kept
 from troupe.protocol.errors import ConfigError
 from troupe.protocol.trajectory import Step, Trajectory
@@ -243,6 +244,17 @@ def test_the_learning_rate_rises_then_falls_as_configured() -> None:
     assert learning_rate(LearnerConfig(warmup_steps=10, lr=1.0), 1000) == 1.0  # it stays
     cosine = LearnerConfig(decay_steps=10, lr=1e-3, schedule="cosine")
     assert [learning_rate(cosine, s) for s in (0, 5, 10, 55)] == pytest.approx([1e-3, 0.525e-3, 0.05e-3, 0.05e-3])
+
+
+def test_a_cold_start_rises_to_its_rate_and_then_falls_to_a_tenth_of_it() -> None:
+    for warmup, steps in ((10, 60), (1, 30), (0, 30)):
+        config = LearnerConfig(cold_start_warmup=warmup, cold_start_lr=1.0)
+        rates = [cold_start_rate(config, step, steps) for step in range(steps + 1)]
+        assert rates[:warmup] == pytest.approx([i / warmup for i in range(1, warmup + 1)]), "cold_start_lr is the peak"
+        assert max(rates) == rates[warmup] == 1.0 and rates[steps] == pytest.approx(0.1)
+        assert all(before > after for before, after in itertools.pairwise(rates[warmup:]))
+    short = LearnerConfig(cold_start_warmup=10, cold_start_lr=1.0)
+    assert [cold_start_rate(short, step, 4) for step in range(4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
 # -- truncated sampling ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Failure, Node, Step, Task, Trajectory
+from troupe.protocol.trajectory import ENVIRONMENT, POLICY, TEMPLATE, Failure, Fork, Node, Step, Task, Trajectory
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -76,6 +76,7 @@ def _trajectories(draw: st.DrawFn) -> Trajectory:
         seed=draw(INT64),
         started_at=draw(st.floats()),
         seconds=draw(st.floats()),
+        fork=draw(st.none() | st.builds(Fork, TEXT, st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1))),
     )
 
 

@@ -77,7 +77,7 @@ def test_tokens_are_views_of_the_table() -> None:
 
 def test_a_table_of_another_version_or_shape_is_refused() -> None:
     table = arrow.to_table([trajectory()])
-    with pytest.raises(StoreError, match="schema version 99, this side reads 2"):
+    with pytest.raises(StoreError, match="schema version 99, this side reads 3"):
         arrow.from_table(table.replace_schema_metadata({"troupe.trajectories": "99"}))
     with pytest.raises(StoreError, match="not a table of trajectories"):
         arrow.from_table(table.replace_schema_metadata(None))
