@@ -106,7 +106,7 @@ class TextWorld:
         return {"state_key": key} if key else {}
 
     def close(self) -> Any:
-        """Releases what the world holds. May come before any `reset`, in the middle of an episode, and twice. May be `async`."""
+        """Releases what the world holds; may be `async`. May come before any `reset`, amid an episode, and twice."""
 
     def play(self, rng: random.Random, noise: float) -> str | ToolCall | None:
         """The scripted player's next message, think block included, or the tool that it calls; None if there is no player.

@@ -49,7 +49,7 @@ class OpenSpielWorld(TextWorld):
             raise ValueError(f"patience is {patience}; it is 0 to 1000")
         self.patience, self.illegal = patience, 0
         self.wanted, self.opponent, self.rollouts = seat, opponent, rollouts
-        self.seat, self.state, self.paid = 0, self.game.new_initial_state(), 0.0
+        self.seat, self.position, self.paid = 0, self.game.new_initial_state(), 0.0
         kind = self.game.get_type()
         self.open = str(kind.information) == "Information.PERFECT_INFORMATION"
         self.as_it_goes = str(kind.reward_model) == "RewardModel.REWARDS"
@@ -61,9 +61,9 @@ class OpenSpielWorld(TextWorld):
         self.seat = self.rng.randrange(players) if self.wanted < 0 else self.wanted
         self.illegal = 0
         for _ in range(_DEALS):
-            self.state, self.paid = self.game.new_initial_state(), 0.0
+            self.position, self.paid = self.game.new_initial_state(), 0.0
             self._others_move()
-            if not self.state.is_terminal():
+            if not self.position.is_terminal():
                 return (f"you are player {self.seat} of {players}\n" if players > 1 else "") + self._shown()
         raise TaskFailed(f"{self.name} was over before player {self.seat} could move, in {_DEALS} deals")
 
@@ -75,30 +75,30 @@ class OpenSpielWorld(TextWorld):
             if self.illegal > self.patience:
                 return Turn("you have given the game up", float(self.game.min_utility()) - self.paid, done=True, success=False)
             raise InvalidAction(f"name one of your legal moves: {_listed(legal)}")
-        self.state.apply_action(said.pop())
+        self.position.apply_action(said.pop())
         self._others_move()
-        over = self.state.is_terminal()
+        over = self.position.is_terminal()
         before = self.paid
         if over or self.as_it_goes:
-            self.paid = float(self.state.returns()[self.seat])
+            self.paid = float(self.position.returns()[self.seat])
         if not over:
             return Turn(self._shown(), self.paid - before)
         board = f"{self._board()}\n" if self.open else ""
         return Turn(f"{board}over: {self.paid:g}", self.paid - before, done=True, success=self.paid > 0)
 
     def state_key(self) -> str:
-        return "" if self.state.is_terminal() or self.state.is_chance_node() else self._board()
+        return "" if self.position.is_terminal() or self.position.is_chance_node() else self._board()
 
     def _others_move(self) -> None:
         """Chance and the other seats, until it is the agent's turn or the game is over."""
-        while not self.state.is_terminal() and self.state.current_player() != self.seat:
-            wise = self.opponent == "rollout" and not self.state.is_chance_node()
-            self.state.apply_action(self._best(self.rng) if wise else _any(self.state, self.rng))
+        while not self.position.is_terminal() and self.position.current_player() != self.seat:
+            wise = self.opponent == "rollout" and not self.position.is_chance_node()
+            self.position.apply_action(self._best(self.rng) if wise else _any(self.position, self.rng))
 
     def _legal(self) -> dict[str, int]:
         """Name → action. Moves that are called alike are called by their numbers."""
-        actions = self.state.legal_actions()
-        names = [self.state.action_to_string(self.seat, action).strip() for action in actions]
+        actions = self.position.legal_actions()
+        names = [self.position.action_to_string(self.seat, action).strip() for action in actions]
         distinct = len({name.lower() for name in names}) == len(names) and all(names)
         return dict(zip(names if distinct else map(str, actions), actions, strict=True))
 
@@ -108,25 +108,25 @@ class OpenSpielWorld(TextWorld):
     def _board(self) -> str:
         kind = self.game.get_type()
         if not self.open and kind.provides_information_state_string:
-            return str(self.state.information_state_string(self.seat)).rstrip("\n")
+            return str(self.position.information_state_string(self.seat)).rstrip("\n")
         if kind.provides_observation_string:
-            return str(self.state.observation_string(self.seat)).rstrip("\n")
-        return str(self.state).rstrip("\n")
+            return str(self.position.observation_string(self.seat)).rstrip("\n")
+        return str(self.position).rstrip("\n")
 
     # -- its scripted player -----------------------------------------------------------------------------------------
 
     def play(self, rng: random.Random, noise: float) -> str:
         legal = {action: name for name, action in self._legal().items()}
-        return legal[_any(self.state, rng) if rng.random() < noise else self._best(rng)]
+        return legal[_any(self.position, rng) if rng.random() < noise else self._best(rng)]
 
     def _best(self, rng: random.Random) -> int:
         """The move with the best mean return over rollouts, for whoever is to move."""
-        player = self.state.current_player()
+        player = self.position.current_player()
 
         def worth(action: int) -> float:
-            return sum(_rollout(self.state.child(action), player, rng) for _ in range(self.rollouts))
+            return sum(_rollout(self.position.child(action), player, rng) for _ in range(self.rollouts))
 
-        actions: list[int] = self.state.legal_actions()
+        actions: list[int] = self.position.legal_actions()
         return max(actions, key=worth) if len(actions) > 1 else actions[0]
 
     @classmethod

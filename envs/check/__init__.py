@@ -12,7 +12,7 @@ from typing import Any
 
 from troupe.envs.base import TextWorld
 from troupe.envs.check.apart import examine
-from troupe.envs.check.episodes import Episode, PlayerScore, player_episodes, player_score
+from troupe.envs.check.episodes import Episode, PlayerScore, player_episodes, player_or_guesser, player_score
 from troupe.envs.check.garbage import GARBAGE
 from troupe.envs.check.report import Finding, Report
 from troupe.envs.check.suite import PROMISES, Suite, Tell
@@ -27,6 +27,7 @@ __all__ = [
     "check",
     "examine",
     "player_episodes",
+    "player_or_guesser",
     "player_score",
 ]
 
