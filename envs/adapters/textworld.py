@@ -58,7 +58,7 @@ class Quests(TextWorld):
             raise ValueError(f"progress is {progress}; it is a reward from 0 to 1")
         self.size, self.games, self.commands, self.progress = (rooms, objects, quest), games, commands, progress
         self.game: Any = None
-        self.progress: Any = None
+        self.quest: Any = None
         self.words: Any = None
         self.left = self.way = 0
 
@@ -71,8 +71,8 @@ class Quests(TextWorld):
             raise TaskFailed(f"unknown split '{task.split}': it is one of {', '.join(SPLITS)}")
         with _making:  # TextWorld's generator is not made for several threads
             self.game, self.words = _made(*self.size, 2 * (task.seed % self.games) + SPLITS.index(task.split))
-            self.progress = GameProgression(self.game, track_quests=True)
-            self.left = self.way = len(self.progress.winning_policy or ())
+            self.quest = GameProgression(self.game, track_quests=True)
+            self.left = self.way = len(self.quest.winning_policy or ())
         return f"{self.game.objective.strip()}\n{self._shown()}"
 
     def step(self, text: str) -> Turn:
@@ -80,31 +80,31 @@ class Quests(TextWorld):
         admissible = self._admissible()
         if said not in admissible:
             raise InvalidAction(f"nothing comes of it.\n{self._shown()}" if self.commands else "that is not possible here")
-        scored = self.progress.score
-        self.progress.update(admissible[said])
-        reward = (self.progress.score - scored) / max(1, self.game.max_score)
-        turn = Turn("the quest is done" if self.progress.completed else "the quest has failed", reward)
-        turn.done = self.progress.completed or self.progress.failed
-        turn.success = self.progress.completed if turn.done else None
+        scored = self.quest.score
+        self.quest.update(admissible[said])
+        reward = (self.quest.score - scored) / max(1, self.game.max_score)
+        turn = Turn("the quest is done" if self.quest.completed else "the quest has failed", reward)
+        turn.done = self.quest.completed or self.quest.failed
+        turn.success = self.quest.completed if turn.done else None
         if not turn.done:
             turn.text = self._shown()
         if self.progress:
-            policy = self.progress.winning_policy
+            policy = self.quest.winning_policy
             known = self.left if policy is None else len(policy)
-            before, self.left = self.left, 0 if self.progress.completed else known
+            before, self.left = self.left, 0 if self.quest.completed else known
             turn.parts = {"outcome": reward, "progress": self.progress * (before - self.left) / max(1, self.way)}
             turn.reward = sum(turn.parts.values())
         return turn
 
     def state_key(self) -> str:
-        if self.progress is None:
+        if self.quest is None:
             return ""
-        facts = "\n".join([self.game.objective, *sorted(map(str, self.progress.state.facts))])
+        facts = "\n".join([self.game.objective, *sorted(map(str, self.quest.state.facts))])
         return hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()
 
     def _admissible(self) -> dict[str, Any]:
         """Command → action, in the order of the alphabet: two actions that are said alike do alike."""
-        actions = list(self.progress.valid_actions)
+        actions = list(self.quest.valid_actions)
         said = self.words.gen_commands_from_actions(actions)
         return dict(sorted(zip(map(str.lower, said), actions, strict=True), key=lambda pair: pair[0]))
 
@@ -112,13 +112,13 @@ class Quests(TextWorld):
         return [command for command in self._admissible() if not command.startswith(_LOOKING)]
 
     def _shown(self) -> str:
-        told = _seen(self.progress.state, {name: info.name or name for name, info in self.game.infos.items()})
+        told = _seen(self.quest.state, {name: info.name or name for name, info in self.game.infos.items()})
         return f"{told}\ncommands: {', '.join(self._useful())}" if self.commands else told
 
     # -- its scripted player -----------------------------------------------------------------------------------------
 
     def play(self, rng: random.Random, noise: float) -> str:
-        policy = self.progress.winning_policy
+        policy = self.quest.winning_policy
         if not policy or rng.random() < noise:
             return rng.choice(self._useful())
         return str(self.words.gen_commands_from_actions(policy)[0]).lower()

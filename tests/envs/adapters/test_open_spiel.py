@@ -57,11 +57,11 @@ def test_the_reward_is_the_return_of_the_agents_own_seat():
         for index in range(10):
             world, _ = opened("kuhn_poker", index, seat=seat)
             turns = to_the_end(world, index)
-            assert sum(turn.reward for turn in turns) == world.state.returns()[seat] != 0
-            assert turns[-1].success == (world.state.returns()[seat] > 0)
+            assert sum(turn.reward for turn in turns) == world.position.returns()[seat] != 0
+            assert turns[-1].success == (world.position.returns()[seat] > 0)
     world, _ = opened("2048")
     turns = [world.step(world.play(random.Random(i), 1.0)) for i in range(40)]
-    assert sum(turn.reward for turn in turns) == world.state.returns()[0] > 0
+    assert sum(turn.reward for turn in turns) == world.position.returns()[0] > 0
     assert sum(turn.reward != 0 for turn in turns) > 1  # paid as it goes
 
 
