@@ -110,9 +110,7 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
                 raise ConfigError(f"{name} has no option '{option}'.{hint}")
     try:
         return world(**options)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
+    except (ConfigError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: {_line(error)}") from error
     except Exception as error:  # user code: it may raise anything
         raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {_line(error)}") from error

@@ -29,7 +29,12 @@ _SLACK_S = 60.0
 
 def name_of(world: type[TextWorld]) -> str:
     """A name under which another process finds the class; empty if there is none."""
-    if "<locals>" in world.__qualname__:
+    if world.name.partition(":")[0] in registry.PREFIXES:
+        return world.name  # the class was made of it
+    found: Any = sys.modules.get(world.__module__)
+    for part in world.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not world:  # local to a function, or made by one
         return ""
     try:
         file = Path(inspect.getfile(world)).resolve()
