@@ -366,9 +366,8 @@ class Driver:
         turn.parts = {
             _encodable(str(name)): finite(f"{where}: Turn.parts[{name!r}]", value) for name, value in turn.parts.items()
         }
-        turn.done, turn.truncated = (
-            self._truth(f"{where}: Turn.{name}", getattr(turn, name)) for name in ("done", "truncated")
-        )
+        turn.done = self._truth(f"{where}: Turn.done", turn.done)
+        turn.truncated = self._truth(f"{where}: Turn.truncated", turn.truncated)
         turn.success = None if turn.success is None else self._truth(f"{where}: Turn.success", turn.success)
         return turn
 

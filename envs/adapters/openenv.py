@@ -126,6 +126,7 @@ class _Played:
             done=done,
             success=success if done and isinstance(success, bool) else None,
             parts=parts if isinstance(parts, dict) else {},
+            truncated=done and seen.get("truncated") is True,
         )
 
     async def tools(self) -> list[dict[str, Any]]:

@@ -159,6 +159,7 @@ class Session:
             more["error"] = {"error_type": kind, "message": str(error)}
         if isinstance(action, ToolAction) and call:
             more |= {"tool_name": action.tool_name, "result": None if "error" in more else turn.text}
+        more["truncated"] = turn.truncated
         if self._steps >= self._limit and not turn.done:
             more["truncated"] = True
             turn = await self._cut(turn)

@@ -108,7 +108,7 @@ class Observation(BaseModel):
     text: str = Field(description="what the agent is told")
     parts: dict[str, float] = Field(default_factory=dict, description="named parts of the reward")
     success: bool | None = Field(default=None, description="the world's verdict; null while it has none")
-    truncated: bool = Field(default=False, description="the episode is over because its turns are used up")
+    truncated: bool = Field(default=False, description="the episode is over because its turns or its time are used up")
     state_key: str = Field(default="", description="names the state that the next action is taken from, where states recur")
     seed: int = Field(description="of the task: reset with it, and with the split, begins the same episode again")
     split: str = Field(description="of the task")

@@ -1,4 +1,9 @@
-"""What tests of worlds with sandboxes share."""
+"""What tests of worlds share: sandboxes, and language models that say what they are told to say."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,3 +16,55 @@ def bubblewrap() -> dict[str, str]:
     if why := missing("bubblewrap"):
         pytest.skip(why)
     return {"sandbox": "bubblewrap"}
+
+
+@contextmanager
+def _endpoint(*replies):
+    """Chat completions that say `replies` one after the other: a text, or the number of an HTTP error; None hangs.
+
+    Gives its address, and what it was asked: (path, body, headers) each.
+    """
+    left, asked, over = list(replies), [], threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(
+                (
+                    self.path,
+                    json.loads(self.rfile.read(int(self.headers["content-length"]))),
+                    {name.lower(): value for name, value in self.headers.items()},
+                )
+            )
+            reply = left.pop(0) if len(left) > 1 else left[0]
+            if reply is None:
+                over.wait(30)
+                return
+            message = {"role": "assistant", "content": reply}
+            body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
+            body |= {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+            data = json.dumps(body if isinstance(reply, str) else {"error": {"message": "not now"}}).encode()
+            self.send_response(200 if isinstance(reply, str) else reply)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def endpoint():
+    """`with endpoint(*replies) as (url, asked)`: see `_endpoint`."""
+    return _endpoint

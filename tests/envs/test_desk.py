@@ -3,10 +3,7 @@
 import asyncio
 import json
 import random
-import threading
-from contextlib import contextmanager
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -262,44 +259,7 @@ def test_a_customer_says_one_thing_after_the_other_and_loses_patience():
 # -- the customer whom a model plays -------------------------------------------------------------------------------------
 
 
-@contextmanager
-def endpoint(*replies):
-    """Chat completions over HTTP that say `replies` one after the other: a text, or the number of an error; None hangs."""
-    left, asked, over = list(replies), [], threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            reply = left.pop(0) if len(left) > 1 else left[0]
-            if reply is None:
-                over.wait(30)
-                return
-            message = {"role": "assistant", "content": reply}
-            body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
-            body |= {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
-            data = json.dumps(body if isinstance(reply, str) else {"error": {"message": "not now"}}).encode()
-            self.send_response(200 if isinstance(reply, str) else reply)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-async def test_a_model_plays_the_customer_and_says_when_it_is_over():
+async def test_a_model_plays_the_customer_and_says_when_it_is_over(endpoint):
     with endpoint("<think>hm</think>Hi, the cap!", "My mail is a@b.no", "Bye. ###STOP###") as (url, asked):
         driver, wish, opening = await of_kind("cancel", True, user_url=url, user_model="m")
         assert opening == "Hi, the cap!"
@@ -307,15 +267,16 @@ async def test_a_model_plays_the_customer_and_says_when_it_is_over():
         await driver.call("cancel", {"number": wish.number})
         turn = await driver.step("It is cancelled.")
     assert (turn.done, turn.success, turn.text) == (True, True, "Bye.")
-    told, *conversation = asked[-1]["messages"]
+    body = asked[-1][1]
+    told, *conversation = body["messages"]
     email = driver.world.records["customers"][driver.world.customer]["email"]
-    assert asked[-1]["model"] == "m" and asked[-1]["temperature"] == 0
+    assert body["model"] == "m" and body["temperature"] == 0
     assert all(text in told["content"] for text in (email, wish.wish, *wish.facts.values(), "###STOP###"))
     assert [message["role"] for message in conversation] == ["user", "assistant"] * 2 + ["user"]
     assert [message["content"] for message in conversation[2:]] == ["Who are you?", "My mail is a@b.no", "It is cancelled."]
 
 
-async def test_the_player_serves_a_customer_whom_a_model_plays():
+async def test_the_player_serves_a_customer_whom_a_model_plays(endpoint):
     with endpoint("I have a wish.", "I do not know.") as (url, _):
         driver, wish, _ = await of_kind("cancel", True, user_url=url, user_model="m")
         for _ in range(12):
@@ -323,7 +284,7 @@ async def test_the_player_serves_a_customer_whom_a_model_plays():
     assert desk.record(driver.world.records, wish.number)["status"] == "cancelled"
 
 
-async def test_a_model_that_fails_to_play_the_customer_breaks_the_episode():
+async def test_a_model_that_fails_to_play_the_customer_breaks_the_episode(endpoint):
     async def broken(*replies, match, **options):
         with endpoint(*replies) as (url, _):
             with pytest.raises(EnvironmentFailed, match=match):

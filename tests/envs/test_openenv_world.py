@@ -118,6 +118,21 @@ async def test_a_served_world_tells_what_it_tells_at_home(name, options, actions
             assert await play(world, task, actions_) == await play(with_options, task, actions_)
 
 
+async def test_an_episode_that_its_world_cuts_is_cut_there_too(tmp_path):
+    (tmp_path / "short.py").write_text(
+        "from troupe.envs import TextWorld, Turn\n"
+        "class Short(TextWorld):\n"
+        "    def reset(self, task):\n"
+        "        return 'go on'\n"
+        "    def step(self, text):\n"
+        "        return Turn('', done=True, truncated=text == 'wait')\n"
+    )
+    async with remote(f"{tmp_path}/short.py:Short") as (world, _), driven(world) as driver:
+        for action in ("wait", "end"):
+            await driver.reset(world.task("train", 0))
+            assert (await driver.step(action)).truncated == (action == "wait")
+
+
 async def test_a_wrong_argument_is_told_before_it_is_sent():
     async with remote("stockroom") as (world, local), driven(world) as driver:
         await driver.reset(local.task("train", 0))

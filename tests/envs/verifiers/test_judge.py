@@ -1,10 +1,6 @@
 """A judge over real HTTP: what it is asked, how its reply is read, and that no score is never a zero."""
 
 import asyncio
-import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -15,57 +11,18 @@ from troupe.protocol.errors import ConfigError, EnvironmentFailed
 PROMPT = "Question: {question}\n<answer>{answer}</answer>\nIs it right?"
 
 
-@contextmanager
-def endpoint(*replies):
-    """Chat completions that say `replies` one after the other: a text, or the number of an HTTP error; None hangs."""
-    left, asked, over = list(replies), [], threading.Event()
+@pytest.fixture
+def judged(endpoint):
+    def ask(said, *replies, **options):
+        with endpoint(*replies) as (url, asked):
+            options = {"retries": 0, **options}
+            judge = Judge(PROMPT, model="m", base_url=url, values={"question": "1 + 1?"}, api_key="key", **options)
+            return asyncio.run(judge(said)), asked
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(
-                (
-                    self.path,
-                    json.loads(self.rfile.read(int(self.headers["content-length"]))),
-                    {name.lower(): value for name, value in self.headers.items()},
-                )
-            )
-            reply = left.pop(0) if len(left) > 1 else left[0]
-            if reply is None:
-                over.wait(30)
-                return
-            message = {"role": "assistant", "content": reply}
-            body = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
-            body |= {"choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
-            data = json.dumps(body if isinstance(reply, str) else {"error": {"message": "not now"}}).encode()
-            self.send_response(200 if isinstance(reply, str) else reply)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return ask
 
 
-def judged(said, *replies, **options):
-    with endpoint(*replies) as (url, asked):
-        options = {"retries": 0, **options}
-        judge = Judge(PROMPT, model="m", base_url=url, values={"question": "1 + 1?"}, api_key="key", **options)
-        return asyncio.run(judge(said)), asked
-
-
-def test_the_judge_is_asked_with_the_prompt_and_its_last_line_is_the_score():
+def test_the_judge_is_asked_with_the_prompt_and_its_last_line_is_the_score(judged):
     score, [(path, body, headers)] = judged("{2}", "It is even.\n**Yes.**")
     assert (score, path, headers["authorization"]) == (1, "/v1/chat/completions", "Bearer key")
     assert body["messages"][1]["content"].startswith("Question: 1 + 1?\n<answer>{2}</answer>\nIs it right?\n\nEnd with a line")
@@ -99,7 +56,7 @@ def test_a_reply_is_read_strictly(reply, yes_no, number):
     assert (read(reply, "yes_no"), read(reply, "number")) == (yes_no, number)
 
 
-def test_a_reply_without_a_score_is_asked_for_again_and_a_failing_request_too_but_not_for_ever():
+def test_a_reply_without_a_score_is_asked_for_again_and_a_failing_request_too_but_not_for_ever(judged):
     score, asked = judged("2", "hm", "no")
     assert score == 0 and len(asked) == 2
     score, asked = judged("2", 500, "yes", retries=1)
@@ -108,7 +65,7 @@ def test_a_reply_without_a_score_is_asked_for_again_and_a_failing_request_too_bu
         judged("2", "hm", attempts=3)
 
 
-def test_no_score_is_a_broken_episode_and_never_a_zero():
+def test_no_score_is_a_broken_episode_and_never_a_zero(endpoint, judged):
     with pytest.raises(EnvironmentFailed, match=r"judge m at http://127\.0\.0\.1.*InternalServerError.*not now"):
         judged("2", 500)
     with pytest.raises(EnvironmentFailed, match=r"judge m has given no score for 0\.3 s"):
