@@ -35,7 +35,6 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 WINDOW = 5
 LASTING = 20
 LAST = 10
-KEPT = ("step", "success", "reward_mean", "reward_min", "reward_max", "group_reward_std", "entropy", "grad_norm")
 Row = dict[str, float]
 
 
@@ -108,7 +107,7 @@ def rows_of(recipe: str, seed: int, steps: int, folder: Path | None) -> list[Row
     print(f"{recipe}, seed {seed}: {len(rows)} steps in {time.time() - began:.0f} s", file=sys.stderr)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        kept = ({name: round(row[name], 5) for name in KEPT} for row in rows)
+        kept = ({name: round(float(value), 5) for name, value in row.items()} for row in rows)
         file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     return rows
 

@@ -5,7 +5,8 @@ A history is a run's metric rows, as in metrics.jsonl. Promises:
 - nothing raises: a missing, non-finite or non-numeric value is as if the row did not have it, and what is no row as if it
   were not there; a step that is there again, after a resume, counts once, and the rows that it replaces not at all;
 - constant metrics never raise an alarm, nor do fewer than `min_rows` rows;
-- a call looks at the newest `memory` steps only, whatever the length of the run: a few milliseconds.
+- a call looks at the newest `memory` steps only, whatever the length of the run: a few milliseconds; all it asks of those
+  before is whether success was ever low.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ Detector: TypeAlias = Callable[[Sequence[Row], HealthConfig], "Alarm | None"]
 _EARLY = " — the Echo Trap's early sign"
 _FEW = 0.1
 """The extremes of a column are those without this share of its values at the end, one at least: an outlier sets none."""
+_LASTED = 0.2
+"""The share of a short history that a level must have held to count as one."""
 _ABSURD = 1e100
 """Values beyond it are treated as not finite, because their squares are not; gradients below its inverse as 0."""
 
@@ -52,7 +55,6 @@ class Alarm:
 def alarms(rows: Sequence[Row], config: HealthConfig | None = None) -> list[Alarm]:
     """All alarms that hold at the newest of `rows`."""
     config = config or HealthConfig()
-    rows = _tidy(rows, config)
     return [alarm for detect in DETECTORS if (alarm := detect(rows, config)) is not None]
 
 
@@ -75,11 +77,11 @@ def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | 
     is the share of that which the groups show. Rewards within `margin` of the best or worst raise no alarm.
     A deviation that falls before success does is the Echo Trap's earliest sign (section 3 of the paper).
     """
-    rows = _tidy(rows, config)
+    history, rows = rows, _tidy(rows, config)
     steps, sigma, room = _room(rows)
     shares = np.divide(sigma, room, out=np.zeros_like(sigma), where=room > 0)
     shift = _fall(steps, shares, config)
-    if shift is None or _mastered(rows, config) or _place(rows, config) <= config.margin:
+    if shift is None or _mastered(history, config) or _place(rows, config) <= config.margin:
         return None
     if shift.before < config.variance_floor or shift.now > config.variance_ratio * shift.before:
         return None
@@ -93,9 +95,9 @@ def reward_variance_cliff(rows: Sequence[Row], config: HealthConfig) -> Alarm | 
 
 def entropy_collapse(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     """Entropy fell to `entropy_ratio` of what it was, and there is something left to win."""
-    rows = _tidy(rows, config)
+    history, rows = rows, _tidy(rows, config)
     shift = _fall(*_column(rows, "entropy"), config)
-    if shift is None or _mastered(rows, config):
+    if shift is None or _mastered(history, config):
         return None
     if shift.before < config.entropy_floor or shift.now > config.entropy_ratio * shift.before:
         return None
@@ -160,10 +162,10 @@ def reward_hacking(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
 
 def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     """Responses to different tasks grew alike, and success did not rise with it."""
-    rows = _tidy(rows, config)
+    history, rows = rows, _tidy(rows, config)
     steps, similarity = _column(rows, "self_similarity")
     shift = _fall(steps, 1 - similarity, config)  # the distance falls
-    if shift is None or _mastered(rows, config):
+    if shift is None or _mastered(history, config):
         return None
     if shift.before - shift.now < config.echo_rise or shift.now > config.echo_ratio * shift.before:
         return None
@@ -176,7 +178,8 @@ def echo(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
 
 def overlong_turns(rows: Sequence[Row], config: HealthConfig) -> Alarm | None:
     """The share of turns cut by a token limit rose by `cut_rise`, whatever success does: answers no longer come to an end."""
-    steps, cut = _column(_tidy(rows, config), "cut_turns")
+    rows = _tidy(rows, config)
+    steps, cut = _column(rows, "cut_turns")
     shift = _fall(steps, 1 - cut, config)  # the share that ends by itself falls
     if shift is None or shift.before - shift.now < config.cut_rise:
         return None
@@ -213,16 +216,18 @@ class _Shift:
 
 
 def _fall(steps: Array, values: Array, config: HealthConfig) -> _Shift | None:
-    """From the level before (the 0.8 quantile of means over `window`, which one lucky mean does not set) to the newest."""
+    """From the level before to the newest. A level has lasted: of the means over `window`, as many as two windows hold are at
+    or above it (a fifth of them, while they are few). So no lucky mean sets it, and a level long left is not forgotten."""
     w = config.window
     if len(values) < config.min_rows:
         return None
     means = np.convolve(values, np.full(w, 1 / w), "valid")
-    before, now = float(np.quantile(means[:-w], 0.8)), float(means[-1])
+    held = min(2 * w, math.ceil(_LASTED * (len(means) - w)))
+    before, now = float(np.sort(means[:-w])[-held]), float(means[-1])
     if not now < before < math.inf:
         return None
-    held = int(np.flatnonzero(means >= now + 0.9 * (before - now))[-1])
-    return _Shift(before, now, int(steps[held + w - 1]), int(steps[-1]))
+    high = int(np.flatnonzero(means >= now + 0.9 * (before - now))[-1])
+    return _Shift(before, now, int(steps[high + w - 1]), int(steps[-1]))
 
 
 def _around(steps: Array, values: Array, shift: _Shift, config: HealthConfig) -> tuple[float, float]:
@@ -252,13 +257,18 @@ def _place(rows: Sequence[Row], config: HealthConfig) -> float:
     return (float(mean[-config.window :].mean()) - low) / (high - low) if len(mean) else 0.5
 
 
-def _mastered(rows: Sequence[Row], config: HealthConfig) -> bool:
-    """Whether nothing is left to win: rewards near their best, or nearly every episode a success where that says something,
-    because it was not always so. Where luck decides what is paid, rewards stay far from their best."""
+def _mastered(history: Sequence[Row], config: HealthConfig) -> bool:
+    """Whether nothing is left to win: rewards near their best, or nearly every episode a success, where that says something,
+    because more than half a `window` of the run's steps had fewer. Where luck decides what is paid, rewards stay far from
+    their best."""
+    rows = _tidy(history, config)
     if _place(rows, config) >= 1 - config.margin:
         return True
     _, success = _column(rows, "success")
-    return bool(len(success)) and float(success[-config.window :].mean()) >= 1 - config.margin > _lowest(success)
+    if not len(success) or float(success[-config.window :].mean()) < 1 - config.margin:
+        return False
+    all_of_them = (_number(row.get("success")) for row in history if isinstance(row, Mapping))
+    return sum(value is not None and value < 1 - config.margin for value in all_of_them) > config.window // 2
 
 
 def _extremes(rows: Sequence[Row]) -> tuple[float, float]:

@@ -27,7 +27,7 @@ class HealthConfig(BaseModel):
         "entropy_bonus, slower, roll_back, stop (see docs/health.md); empty: it only tells",
     )
 
-    memory: int = Field(100, ge=4, le=1000, description="rows that are looked at; a change slower than this is not seen")
+    memory: int = Field(200, ge=4, le=1000, description="rows that are looked at; a change slower than this is not seen")
     min_rows: int = Field(15, ge=4, description="rows that a detector needs before it says anything")
     window: int = Field(5, ge=1, description="newest rows that are compared, as one mean, with those before")
     margin: float = Field(

@@ -63,17 +63,41 @@ def test_an_episode_is_its_task_and_its_actions(seed, said):
     assert episode() == episode()
 
 
-def test_whoever_pulls_the_bold_arm_in_the_same_turn_of_a_task_is_paid_the_same_whatever_was_pulled_before():
-    fortunes = set()
+def said_to(index: int, words: str, **options) -> float:
+    """What pulling the bold arm of a task pays after `words`."""
+    world = opened(Bandit.task("train", index), **options)
+    return world.step(f"{words} {world.bold}").reward
+
+
+def test_who_says_the_same_to_the_same_task_has_the_same_luck_and_who_muses_otherwise_has_his_own():
+    silent = [said_to(index, "", chance=0.5) for index in range(60)]
+    assert silent == [said_to(index, "", chance=0.5) for index in range(60)] and set(silent) == {0.0, 1.0}
+    others = [said_to(index, "hope", chance=0.5) for index in range(60)]
+    assert 10 < sum(one != other for one, other in zip(silent, others, strict=True)) < 50
+
+
+def test_luck_does_not_depend_on_what_was_pulled_before():
     for index in range(60):
-        paid_second = []
+        paid_second = set()
         for first in ("calm", "bold"):
             world = opened(Bandit.task("train", index), turns=2, chance=0.5)
             world.step(getattr(world, first))
-            paid_second.append(world.step(f"well, {world.bold}").reward)
-        assert paid_second[0] == paid_second[1]
-        fortunes.add(paid_second[0])
-    assert fortunes == {0.0, 1.0}
+            paid_second.add(world.step(f"well, {world.bold}").reward)
+        assert len(paid_second) == 1
+
+
+def test_each_idle_word_costs_its_price_as_a_part_of_its_own():
+    world = opened(Bandit.task("train", 0), price=0.02)
+    turn = world.step(f"hope and luck, {world.calm}")
+    assert turn.parts == {"pull": pytest.approx(0.1), "idle": pytest.approx(-0.06)}
+    assert turn.reward == pytest.approx(0.04)
+    assert not opened(Bandit.task("train", 0)).step(f"hope {world.calm}").parts
+
+
+@pytest.mark.parametrize("names", [3, 6])
+def test_only_as_many_names_of_each_nature_are_met(names):
+    met = {name for index in range(400) for name in opened(Bandit.task("train", index), names=names).arms}
+    assert met == {*CALM[:names], *BOLD[:names]}
 
 
 def test_arms_pay_what_the_options_say():
@@ -118,14 +142,13 @@ def test_what_names_no_arm_is_invalid_and_pulls_nothing(text):
         assert any(arm in text.lower() for arm in world.arms)
 
 
-def test_naming_both_arms_is_no_choice_and_capitals_and_stops_do_not_matter():
+def test_the_last_word_is_the_choice_and_capitals_and_stops_do_not_matter():
     world = opened(Bandit.task("train", 1))
-    with pytest.raises(InvalidAction):
-        world.step(f"{world.arms[0]}, no, {world.arms[1]}")
     other = next(name for name in (*CALM, *BOLD) if name not in world.arms)
-    with pytest.raises(InvalidAction):
-        world.step(other)
-    assert world.step(f"The {world.calm.upper()}!").reward == 0.1
+    for said in (other, f"{world.calm} hope", f"{world.bold} {other}"):
+        with pytest.raises(InvalidAction):
+            world.step(said)
+    assert world.step(f"{world.bold}? No: the {world.calm.upper()}!").reward == 0.1
 
 
 def test_a_tokenizer_made_from_the_corpus_reads_one_token_a_word(tmp_path):
@@ -133,11 +156,10 @@ def test_a_tokenizer_made_from_the_corpus_reads_one_token_a_word(tmp_path):
     world = opened(Bandit.task("heldout", 3), muse=0.9)
     assert len(tokenizer.encode(world.reset(Bandit.task("heldout", 4))).ids) == 3
     message = world.play(random.Random(0), noise=0.0)
-    words = message.replace("<think>", "").replace("</think>", "").split()
-    assert len(tokenizer.encode(message).ids) == 2 + len(words) > 4
+    assert len(tokenizer.encode(message).ids) == len(message.split()) > 2
     with pytest.raises(InvalidAction) as invalid:
         world.step("?")
-    assert len(tokenizer.encode(str(invalid.value)).ids) == 6
+    assert len(tokenizer.encode(str(invalid.value)).ids) == 8
 
 
 def test_noise_costs_the_player_success():
@@ -155,6 +177,10 @@ ODD = [
     {"turns": 0},
     {"turns": 11},
     {"muse": 1.0},
+    {"names": 2},
+    {"names": 7},
+    {"price": -0.1},
+    {"price": 1.5},
     {"sure": 0.25},
 ]
 
