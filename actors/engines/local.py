@@ -65,9 +65,7 @@ class LocalEngine:
         self._threads = threads
         self._name = generator_name or "the embedded engine"
         self._stops_at_strings = decode is not None
-        self._capabilities = Capabilities(
-            "local", frozenset(get_args(Pause)), score=True, adapters=True, repeatable=steady
-        )
+        self._capabilities = Capabilities("local", frozenset(get_args(Pause)), score=True, adapters=True, repeatable=steady)
         self._stepper = stepping.Stepper(
             lambda answers: self._tell(self._hear, answers),
             max_running=max_running,
