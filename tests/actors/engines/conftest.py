@@ -7,6 +7,9 @@ import pytest
 from tests.actors.engines.suite import ENGINES, Kind
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[pytest.param(name, marks=kind.marks) for name, kind in ENGINES.items()])
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return ENGINES[request.param]
+    found = ENGINES[request.param]
+    if reason := found.elsewhere(request.node):
+        pytest.skip(reason)
+    return found

@@ -46,11 +46,14 @@ class Kind:
     """An engine under test.
 
     make: from a function that makes the model, and limits by the names that `LocalEngine` has, to an engine that is not
-    started; a limit that it does not know it ignores. atol: of a float32 logprob, against plain transformers.
+    started; a limit that it does not know it ignores. atol: of a float32 logprob, against plain transformers. marks: of its
+    tests. elsewhere: why a test (its pytest node) is not one for this engine; "" where it is.
     """
 
     make: Callable[..., Engine]
     atol: float = 1e-4
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    elsewhere: Callable[[Any], str] = lambda node: ""
 
 
 ENGINES: dict[str, Kind] = {"local": Kind(LocalEngine)}
@@ -122,14 +125,19 @@ class Running:
 
     def __init__(self, engine: Engine, asked: Generate) -> None:
         self.prompt = asked.prompt
-        self.sampled = 0
+        self.versions: list[int] = []
         self._more = asyncio.Event()
         self._task = asyncio.ensure_future(self._collect(engine.stream(asked)))
         self._task.add_done_callback(lambda _: self._more.set())
 
-    async def has(self, n: int) -> None:
-        """Returns when `n` tokens have come, or the end."""
-        while self.sampled < n and not self._task.done():
+    @property
+    def sampled(self) -> int:
+        """Tokens that have come."""
+        return len(self.versions)
+
+    async def has(self, n: int, version: int | None = None) -> None:
+        """Returns when `n` tokens (of that version) have come, or the end."""
+        while not self._task.done() and (self.sampled if version is None else self.versions.count(version)) < n:
             self._more.clear()
             await asyncio.wait_for(self._more.wait(), PATIENCE_S)
 
@@ -140,7 +148,7 @@ class Running:
         pieces = []
         async for piece in stream:
             pieces.append(piece)
-            self.sampled += len(piece.tokens)
+            self.versions += piece.versions.tolist()
             self._more.set()
         return joined(pieces)
 

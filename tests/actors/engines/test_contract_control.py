@@ -129,10 +129,10 @@ async def test_nothing_is_sampled_in_a_pause_and_what_comes_meanwhile_waits(kind
             await one.has(3)
         await engine.pause(mode)
         late = asyncio.ensure_future(engine.generate(request(prompts[0], name="late", max_tokens=5)))
-        await asyncio.sleep(0.1)  # what was sampled before may still be under way
-        sampled = [one.sampled for one in running]
-        await asyncio.sleep(0.2)
-        assert [one.sampled for one in running] == sampled and max(sampled) < 4000 and not late.done()
+        sampled: list[int] = []
+        while sampled != (sampled := [one.sampled for one in running]):
+            await asyncio.sleep(0.2)  # what was sampled before may still be under way
+        assert max(sampled) < 4000 and not late.done()
         await engine.resume()
         for i, (prompt, one, n) in enumerate(zip(prompts, running, sampled, strict=True)):
             await one.has(n + 5)

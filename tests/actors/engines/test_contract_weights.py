@@ -42,14 +42,14 @@ async def test_weights_that_change_under_64_requests_part_their_tokens_exactly(
 
     async with started(kind, models[1], lambda seed: llama(seed).to(dtype)) as engine:
         must(engine, mode in engine.capabilities.pauses, f"pause in mode '{mode}'")
-        running = [Running(engine, request(p, name=str(i), seed=i, max_tokens=2000)) for i, p in enumerate(prompts)]
+        running = [Running(engine, request(p, name=str(i), seed=i, max_tokens=900)) for i, p in enumerate(prompts)]
         for i, one in enumerate(running):
             await one.has(1 + i % 16)
         await engine.pause(mode)
         await engine.load_weights(2, tensors_of(models[2]))
         await engine.resume()
         for one in running:
-            await one.has(one.sampled + 8)
+            await one.has(8, version=2)
         for i in range(64):
             await engine.abort(str(i))
         made = [await one.end() for one in running]
@@ -113,7 +113,7 @@ async def test_a_turn_that_saw_two_versions_leaves_nothing_to_the_next(kind: Kin
         running = Running(engine, request(prompt, name="r", session="s", max_tokens=4000))
         await running.has(5)
         await engine.load_weights(2, tensors_of(new))
-        await running.has(running.sampled + 5)
+        await running.has(5, version=2)
         await engine.abort("r")
         said = await running.end()
         assert set(said.versions.tolist()) == {1, 2}
