@@ -7,6 +7,8 @@ One JSON line a case: {"name", "value", "unit", "compared_with", "context"}.
 speedup_vs_generate_32: 32 requests of unequal length (prompt and answer), the same prompts, weights, number of sampled
 tokens and threads for both. `generate` gets them as one left-padded batch and stops a row at its own length; it does not
 report logprobs, which the engine does.
+group_prefix_speedup: 8 groups, one after the other, of 8 requests that share a prompt of 400 tokens and sample 16 each: the
+engine as it is, beside one that shares nothing between requests (`min_shared=0`).
 turns_per_second_64: what a training step asks for: 64 sessions at once, each turn ~40 new prompt tokens and ~10 sampled.
 """
 
@@ -40,14 +42,17 @@ def main(quick: bool = typer.Option(False, help="fewer repetitions")) -> None:
 
 
 async def _run(model: Any, load_model: Any, repetitions: int) -> None:
-    engine = LocalEngine(load_model)
-    await engine.start()
-    await engine.load_weights(1, tensors_of(model))
+    engine, apart = LocalEngine(load_model), LocalEngine(load_model, min_shared=0)
     try:
+        for each in engine, apart:
+            await each.start()
+            await each.load_weights(1, tensors_of(model))
         _print(**await _speedup(engine, model, repetitions))
+        _print(**await _groups(engine, apart, model, repetitions))
         _print(**await _turns(engine, model, repetitions))
     finally:
         await engine.close()
+        await apart.close()
 
 
 async def _speedup(engine: LocalEngine, model: Any, repetitions: int) -> dict[str, Any]:
@@ -106,6 +111,40 @@ async def _speedup(engine: LocalEngine, model: Any, repetitions: int) -> dict[st
             "tokens": tokens,
             "ours_tokens_per_s": round(tokens / best["ours"]),
             "generate_tokens_per_s": round(tokens / best["theirs"]),
+            **_about(model),
+        },
+    }
+
+
+async def _groups(shared: LocalEngine, apart: LocalEngine, model: Any, repetitions: int) -> dict[str, Any]:
+    groups, members, prompt, answer = 8, 8, 400, 16
+    rng = np.random.default_rng(0)
+    best = {shared: float("inf"), apart: float("inf")}
+    fed = dict.fromkeys(best, 0.0)
+    for _ in range(repetitions + 1):  # the first of them warms up
+        prompts = [rng.integers(5, model.config.vocab_size, prompt).astype(np.int32) for _ in range(groups)]
+        for engine in best:
+            fed[engine] = engine.stats()["fed"]
+            began = time.perf_counter()
+            for ids in prompts:
+                asked = (Generate(str(i), "", ids, Sampling(max_tokens=answer), seed=i) for i in range(members))
+                await asyncio.gather(*map(engine.generate, asked))
+            best[engine] = min(best[engine], time.perf_counter() - began)
+            fed[engine] = engine.stats()["fed"] - fed[engine]
+    return {
+        "name": "group_prefix_speedup",
+        "value": round(best[apart] / best[shared], 2),
+        "unit": "x",
+        "compared_with": "the same engine without reuse between requests",
+        "context": {
+            "groups": groups,
+            "members": members,
+            "prompt": prompt,
+            "answer": answer,
+            "tokens_fed": round(fed[shared]),
+            "tokens_fed_without": round(fed[apart]),
+            "tokens_per_s": round(groups * members * answer / best[shared]),
+            "tokens_per_s_without": round(groups * members * answer / best[apart]),
             **_about(model),
         },
     }

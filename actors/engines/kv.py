@@ -1,11 +1,13 @@
-"""The key-value cache of the embedded engine: one row a sequence, and the attention that reads it.
+"""The key-value cache of the embedded engine: one row a sequence.
 
 A row holds the keys and values of one sequence; a layer's are tensors of shape [rows, kv_heads, capacity, head_dim].
-All running sequences advance together but each at its own position: a forward pass gets their new tokens laid end to
-end as one row of ids, and `attend` puts each sequence's tokens in its row and lets them see that row only.
+All running sequences advance together but each at its own position; `feed` lays out a forward pass (`attention.py`).
 
 Promises:
 - a session's row is found again by its next prompt, and what the two have in common from the start is not fed again;
+- a prompt that begins like that of another row takes over that row's keys and values, and if these are about to be
+  computed, waits for them: the members of a group compute their common prompt once;
+- keys and values of older weights are never taken over;
 - rows × capacity never exceeds `max_tokens`: idle rows make room, least recently used first; running rows never do;
 - rows and capacity grow with need and capacity shrinks again when rows are scarce, so memory follows the work.
 """
@@ -13,18 +15,13 @@ Promises:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface
 
-from troupe.protocol.errors import ConfigError
-
-ATTENTION = "troupe_rows"
-"""Name under which `attend` is registered with transformers."""
+from troupe.actors.engines.attention import Feed
 
 _MIN_CAPACITY = 256
 _MIN_ROWS = 8
@@ -39,21 +36,30 @@ class Row:
     at: int
     session: str
     ids: np.ndarray[Any, np.dtype[np.int64]]
+    prompt: int
     fed: int = 0
     running: bool = True
     stale: bool = False
-    """Older weights computed it: it may finish but may not be kept."""
+    """Older weights computed it: it may finish but may not be kept, nor serve others."""
+    source: Row | None = None
+    """The running row that is about to compute its first `shared` tokens; until then it is not to be fed."""
+    shared: int = 0
 
 
 class KVCache:
-    """Rows of keys and values, at most `max_tokens` in all. Used by one thread."""
+    """Rows of keys and values, at most `max_tokens` in all. Used by one thread.
 
-    def __init__(self, max_tokens: int) -> None:
+    min_shared: tokens that a prompt must have in common with another row to take them over; 0: it never does.
+    """
+
+    def __init__(self, max_tokens: int, min_shared: int = 0) -> None:
         self.max_tokens = max_tokens
+        self._min_shared = min_shared
         self.capacity = 0
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: list[Row | None] = []
         self._idle: dict[str, Row] = {}  # by session, least recently used first
+        self._borrowers: list[Row] = []  # those that have a source
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -67,15 +73,16 @@ class KVCache:
                 self._idle[session] = kept
             return None
         if kept is None:
-            row = Row(self._rows.index(None), session, ids)
+            row = Row(self._rows.index(None), session, ids, len(prompt))
             self._rows[row.at] = row
+            self._borrow(row)
             return row
         # A key depends only on the tokens up to its own, so any common prefix can stay. One token at least has to be
         # fed, because its logits are wanted.
-        common = min(kept.fed, len(prompt) - 1)
-        differs = np.flatnonzero(kept.ids[:common] != ids[:common])
-        kept.fed = int(differs[0]) if len(differs) else common
-        kept.ids, kept.running = ids, True
+        had, kept.fed = kept.fed, _common(kept.ids, ids, min(kept.fed, len(prompt) - 1))
+        kept.ids, kept.prompt, kept.running = ids, len(prompt), True
+        if kept.fed < had:  # else it goes on from where it was, which is what turns mostly do
+            self._borrow(kept)
         return kept
 
     def release(self, row: Row, *, keep: bool) -> None:
@@ -86,6 +93,10 @@ class KVCache:
             self._idle[row.session] = row
         else:
             self._rows[row.at] = None
+        if row.source is not None:
+            self._borrowers.remove(row)
+            row.source = None
+        self._borrow_elsewhere([other for other in self._borrowers if other.source is row])
 
     def forget(self, session: str) -> None:
         """Frees what is kept for `session`, if anything."""
@@ -98,13 +109,60 @@ class KVCache:
         for session in list(self._idle):
             self.forget(session)
         for row in self._rows:
-            if row is not None:
+            if row is not None and row.fed:
                 row.stale = True
+        self._borrow_elsewhere(list(self._borrowers))
 
     @property
     def sessions(self) -> int:
         """Number of sessions kept between turns."""
         return len(self._idle)
+
+    # -- what rows have in common ------------------------------------------------------------------------------------
+
+    def share(self) -> None:
+        """To be called after each forward pass: who waited for what was computed in it has it now."""
+        for row in [row for row in self._borrowers if row.source is not None and row.source.fed >= row.shared]:
+            self._borrowers.remove(row)
+            self._take_over(row)
+
+    def _borrow(self, row: Row) -> None:
+        """Takes over what another row has of the prompt, or marks the row that is about to have it."""
+        if not self._min_shared:
+            return
+        best, most = None, row.fed + self._min_shared - 1
+        for other in self._rows:
+            if other is None or other is row or other.stale or other.source is not None:
+                continue
+            n = min(max(other.fed, other.prompt) if other.running else other.fed, row.prompt - 1)
+            if n > most and other.ids[most] == row.ids[most]:
+                n = _common(other.ids, row.ids, n)
+                if n > most:
+                    best, most = other, n
+        if best is None:
+            return
+        row.source, row.shared = best, most
+        if best.fed >= most:
+            self._take_over(row)
+        else:
+            self._borrowers.append(row)
+
+    def _borrow_elsewhere(self, rows: list[Row]) -> None:
+        # One after the other: while a row has a source, nobody waits for it, so there is never a circle.
+        for row in rows:
+            self._borrowers.remove(row)
+            row.source = None
+            self._borrow(row)
+
+    def _take_over(self, row: Row) -> None:
+        source, new = row.source, slice(row.fed, row.shared)
+        assert source is not None
+        for keys, values in self._layers.values():
+            keys[row.at, :, new] = keys[source.at, :, new]
+            values[row.at, :, new] = values[source.at, :, new]
+        row.fed, row.source = row.shared, None
+
+    # -- room --------------------------------------------------------------------------------------------------------
 
     def _make_room(self, limit: int, *, with_new_row: bool) -> bool:
         """Provides capacity for `limit` tokens (and a free row), at the cost of idle rows if need be."""
@@ -175,6 +233,7 @@ class KVCache:
         return Feed(
             cache=self,
             rows=[row for row, _ in order],
+            counts=[n for _, n in order],
             ids=_tensor([row.ids[row.fed : row.fed + n] for row, n in order], device),
             positions=_tensor([np.arange(row.fed, row.fed + n) for row, n in order], device),
             places=_tensor([np.repeat([row.at for row, _ in order], [n for _, n in order])], device),
@@ -194,125 +253,17 @@ class KVCache:
         return self._layers[index]
 
 
-@dataclass(slots=True)
-class Feed:
-    """One forward pass over T tokens of several rows, laid end to end.
-
-    First come the `singles`: rows of one token that attend together, padded to the longest; then the `runs`
-    (place, past, n), which attend one by one. rows: in the order of their tokens.
-    ids, positions: [1, T]. last: [rows], index of each row's last token.
-    """
-
-    cache: KVCache
-    rows: list[Row]
-    ids: torch.Tensor
-    positions: torch.Tensor
-    places: torch.Tensor
-    last: torch.Tensor
-    singles: int
-    lengths: list[int]
-    window: tuple[int, int]
-    runs: list[tuple[int, int, int]]
-    _shared: dict[object, torch.Tensor] = field(default_factory=dict)
-
-    def index(self, kv_heads: int) -> torch.Tensor:
-        """Where each (kv head, token) goes in [rows × kv_heads × capacity, head_dim]; shape [kv_heads × T]."""
-        if kv_heads not in self._shared:
-            head = torch.arange(kv_heads, device=self.places.device)[:, None]
-            at = (self.places * kv_heads + head) * self.cache.capacity + self.positions
-            self._shared[kv_heads] = at.reshape(-1)
-        return self._shared[kv_heads]
-
-    def bias(self, like: torch.Tensor, heads: int, group: int) -> torch.Tensor:
-        """0 where a single token may look, -inf elsewhere; shape [window × kv_heads, group, longest]."""
-        if "bias" not in self._shared:
-            low, high = self.window
-            lengths = torch.ones(high - low, dtype=torch.int64)  # rows that sit this pass out see one key: no NaN
-            lengths[self.places[0, : self.singles].cpu() - low] = torch.tensor(self.lengths)
-            blind = torch.arange(max(self.lengths)) >= lengths[:, None]
-            bias = torch.zeros(blind.shape).masked_fill_(blind, float("-inf")).to(like)
-            self._shared["bias"] = bias[:, None, None].expand(-1, heads, group, -1).reshape(-1, group, bias.shape[1])
-        return self._shared["bias"]
-
-    def causal(self, past: int, n: int) -> torch.Tensor:
-        """True where token i of a run may look: at `past` + i and before; shape [n, past + n]."""
-        if (past, n) not in self._shared:
-            device = self.ids.device
-            self._shared[past, n] = torch.ones(n, past + n, dtype=torch.bool, device=device).tril_(past)
-        return self._shared[past, n]
-
-
-def attend(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    feed: Feed,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention: query [1, heads, T, d]; key, value [1, kv_heads, T, d] → [1, T, heads, d].
-
-    Raises ConfigError for a model whose attention is not the full one.
-    """
-    if softcap is not None or (sliding_window is not None and sliding_window < feed.cache.capacity):
-        raise ConfigError(
-            "the embedded engine has full attention only; serve models with sliding windows or soft caps elsewhere"
-        )
-    _, heads, tokens, dim = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    scaling = dim**-0.5 if scaling is None else scaling
-    keys, values = feed.cache.layer(int(module.layer_idx), key)  # type: ignore[arg-type]
-    index = feed.index(kv_heads)
-    keys.view(-1, dim).index_copy_(0, index, key.reshape(-1, dim))
-    values.view(-1, dim).index_copy_(0, index, value.reshape(-1, dim))
-    out = query.new_empty(tokens, heads, dim)
-    query = query[0].transpose(0, 1)  # [T, heads, d]
-
-    if feed.singles:
-        low, high = feed.window
-        longest = max(feed.lengths)
-        q = query[: feed.singles].reshape(-1, kv_heads, group, dim)
-        dense = feed.singles == high - low
-        if not dense:
-            at = feed.places[0, : feed.singles] - low
-            q = q.new_zeros(high - low, kv_heads, group, dim).index_copy_(0, at, q)
-        k = keys[low:high].flatten(0, 1)[:, :longest]
-        v = values[low:high].flatten(0, 1)[:, :longest]
-        bias = feed.bias(key, kv_heads, group)
-        weights = torch.baddbmm(bias, q.reshape(-1, group, dim), k.transpose(1, 2), alpha=scaling)
-        seen = torch.bmm(weights.softmax(-1, dtype=torch.float32).to(v.dtype), v).view(-1, heads, dim)
-        out[: feed.singles] = seen if dense else seen[at]
-
-    begin = feed.singles
-    for place, past, n in feed.runs:
-        seen = F.scaled_dot_product_attention(
-            query[begin : begin + n].transpose(0, 1)[None],
-            keys[place, None, :, : past + n],
-            values[place, None, :, : past + n],
-            attn_mask=feed.causal(past, n) if past else None,
-            is_causal=not past,
-            scale=scaling,
-            enable_gqa=group > 1,
-        )
-        out[begin : begin + n] = seen[0].transpose(0, 1)
-        begin += n
-    return out[None], None
-
-
-AttentionInterface.register(ATTENTION, attend)
-
-
 def _worth_padding(lengths: np.ndarray[Any, Any]) -> int:
     """How many of the ascending `lengths` to attend together, padded; a few much longer ones cost less one by one."""
     alone = np.append(np.cumsum((lengths + _CALL)[::-1])[::-1], 0)
     together = np.arange(len(lengths) + 1) * np.append(0, lengths)
     return int(np.argmin(alone + together))
+
+
+def _common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], n: int) -> int:
+    """How many of their first `n` ids the two have in common from the start."""
+    differs = np.flatnonzero(one[:n] != other[:n])
+    return int(differs[0]) if len(differs) else n
 
 
 def _rounded(length: int, most: int) -> int:

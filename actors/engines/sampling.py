@@ -55,6 +55,13 @@ def sample(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray) 
     return ids[:, 0].tolist(), logprobs.gather(-1, ids)[:, 0].tolist()
 
 
+def logprobs(logits: torch.Tensor, ids: np.ndarray, temperature: float) -> np.ndarray:
+    """Of the given `ids` [n], without top_k and top_p. logits: [n, vocabulary]. Returns [n] float32."""
+    tempered = logits.float() / temperature
+    chosen = tempered.gather(-1, torch.from_numpy(ids.astype(np.int64))[:, None].to(logits.device))[:, 0]
+    return (chosen - tempered.logsumexp(-1)).cpu().numpy()
+
+
 def close(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray, noise: float) -> list[int]:
     """The rows in which `sample` might draw another token if each logit were rounded otherwise, by up to `noise`."""
     logprobs = _tempered(logits, settings)

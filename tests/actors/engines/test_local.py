@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from troupe.actors.engines import local, sampling
-from troupe.actors.engines.kv import KVCache
+from troupe.actors.engines import sampling, stepping
 from troupe.actors.engines.local import LocalEngine
+from troupe.actors.engines.scoring import Scoring
 from troupe.learner.model import tensors_of
-from troupe.protocol.errors import ConfigError, TaskFailed
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed
 from troupe.protocol.messages import Generate, Generated, Sampling
 
 SIZES: dict[str, Any] = {
@@ -59,6 +59,7 @@ def test_a_session_feeds_only_what_is_new_until_it_ends() -> None:
         before = fed(engine)
         await turn(engine, "s", second)
         assert fed(engine) == before + 38 + 4
+        await engine.end_session("s")
         before = fed(engine)
         await turn(engine, "", second)
         await turn(engine, "", second)
@@ -142,42 +143,6 @@ def test_more_work_than_memory_waits_its_turn() -> None:
     assert [len(got.tokens) for got in asyncio.run(go())] == [8] * 30
 
 
-def test_rows_stay_within_their_bound_and_hold_what_they_claim_however_they_are_moved() -> None:
-    rng = np.random.default_rng(0)
-    cache = KVCache(max_tokens=8192)
-    said = rng.integers(1, 4, (30, 600))  # what each session says in the end
-    running: list[Any] = []
-
-    def held(row: Any) -> Any:
-        """What lies in the place of `row`, a number a token: `feed` would have put the ids there."""
-        keys, values = cache.layer(0, torch.zeros(1, 2, 1, 4))
-        assert keys.shape[0] * keys.shape[2] <= 8192
-        assert (keys == -values).all() and (keys[:, :1, :, :1] == keys).all()
-        return keys[row.at, 0, : row.fed, 0].numpy()
-
-    for step in range(900):
-        if rng.random() < 0.5:
-            session = int(rng.integers(30))
-            prompt = said[session, : int(rng.integers(1, 600))].copy()
-            prompt[-1] = rng.integers(1, 4)
-            limit = len(prompt) + (int(rng.integers(1, 900)) if step % 7 == 0 else 10)
-            row = cache.acquire(str(session), prompt, limit)
-            if row is None:
-                continue
-            assert row.fed < len(prompt) and (row.ids[: len(prompt)] == prompt).all()
-            np.testing.assert_array_equal(held(row), prompt[: row.fed])
-            feed = cache.feed([(row, len(prompt) - row.fed)], torch.device("cpu"))  # may move rows
-            for tensor, sign in zip(cache.layer(0, torch.zeros(1)), (1, -1), strict=True):
-                tensor.view(-1, 4)[feed.index(2)] = sign * feed.ids[0].repeat(2)[:, None].float()
-            row.fed = len(prompt)
-            running.append(row)
-        elif running:
-            cache.release(running.pop(int(rng.integers(len(running)))), keep=True)
-        assert len({row.at for row in running}) == len(running)
-        for row in running:
-            np.testing.assert_array_equal(held(row), row.ids[: row.fed])
-
-
 def test_a_model_with_a_sliding_window_is_refused() -> None:
     def mistral() -> torch.nn.Module:
         return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).eval()
@@ -189,6 +154,114 @@ def test_a_model_with_a_sliding_window_is_refused() -> None:
         await engine.close()
 
     asyncio.run(go())
+
+
+async def test_a_model_that_breaks_fails_every_request_and_all_later_calls() -> None:
+    class Breaks(LlamaForCausalLM):
+        calls = 0
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls > 3:
+                raise ZeroDivisionError("a bit flipped")
+            return super().forward(*args, **kwargs)
+
+    engine = await ready(lambda: Breaks(LlamaConfig(**SIZES)), generator_name="generator-3", max_running=4)
+    calls = [turn(engine, "", [1, 2], max_tokens=400) for _ in range(8)]
+    streamed = anext(engine.stream(Generate("r", "", np.asarray([1], np.int32), Sampling(max_tokens=400), 0)))
+    scored = engine.score([np.arange(50) for _ in range(300)])
+    outcomes = await asyncio.gather(*calls, scored, return_exceptions=True)
+    outcomes += await asyncio.gather(streamed, engine.check(), engine.pause("abort"), return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, RemoteError)
+        assert "generator-3" in str(outcome) and "ZeroDivisionError: a bit flipped" in str(outcome)
+    for call in turn(engine, "", [1, 2]), engine.load_weights(2, tensors_of(build())):
+        with pytest.raises(RemoteError, match="a bit flipped"):
+            await call
+
+
+async def test_in_a_pause_requests_can_be_aborted_ids_scored_and_the_engine_closed() -> None:
+    engine = await ready(max_running=1)
+    calls = [asyncio.ensure_future(turn(engine, "", [1, 2, 3], max_tokens=900)) for _ in range(3)]
+    while not engine.stats()["tokens"]:
+        await asyncio.sleep(0.001)
+    await engine.pause("in_place")
+    before = engine.stats()["tokens"]
+    assert len((await engine.score([np.arange(9)]))[0]) == 8
+    await engine.pause("retract")
+    await engine.abort("r")
+    assert [(got.finish, len(got.tokens)) for got in await asyncio.gather(*calls)] == [
+        ("abort", int(before)),
+        ("abort", 0),
+        ("abort", 0),
+    ]
+    waits = asyncio.ensure_future(turn(engine, "", [1, 2, 3]))
+    await asyncio.sleep(0)
+    with pytest.raises(ConfigError, match="in_place, retract, abort"):
+        await engine.pause("sleep")  # type: ignore[arg-type]
+    await engine.close()
+    assert (await waits).finish == "abort" and engine.stats()["tokens"] == before
+
+
+async def test_a_retracted_request_is_fed_again_and_one_in_place_is_not() -> None:
+    engine = await ready()
+    for mode, again in ("in_place", False), ("retract", True):
+        call = asyncio.ensure_future(turn(engine, "", [1, 2, 3], max_tokens=900))
+        while not engine.stats()["tokens"]:
+            await asyncio.sleep(0.001)
+        await engine.pause(mode)
+        before, sampled = fed(engine), int(engine.stats()["tokens"])
+        await engine.resume()
+        while engine.stats()["tokens"] < sampled + 5:
+            await asyncio.sleep(0.001)
+        await engine.abort("r")
+        more = len((await call).tokens) - sampled
+        assert fed(engine) - before == more + (3 + sampled - 1) * again
+        await engine.close()
+        engine = await ready()
+    await engine.close()
+
+
+async def test_scores_are_all_of_the_same_weights_though_these_change_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+
+    engine = await ready()
+    sequences = [np.random.default_rng(i).integers(0, 50, 60) for i in range(40)]
+    steps: list[Scoring] = []
+    step = Scoring.step
+
+    def steps_and_tells(scoring: Scoring, *how: Any) -> Any:
+        steps.append(scoring)
+        if len(steps) == 2:  # the first part is scored; the new weights are next in the inbox
+            loading = asyncio.run_coroutine_threadsafe(engine.load_weights(1, tensors_of(other())), loop)
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
+            assert not loading.done()
+        return step(scoring, *how)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(Scoring, "step", steps_and_tells)
+    got = await engine.score(sequences)
+    assert len(steps) == 2 + 40 * 59 // 256 + 1  # the first two were for nothing
+    for ids, scores in zip(sequences, got, strict=True):
+        np.testing.assert_allclose(scores, _scores(other(), ids).numpy(), atol=1e-4)
+    await engine.close()
+
+
+@torch.no_grad()
+def _scores(model: Any, ids: Any) -> torch.Tensor:
+    ids = torch.tensor(ids)
+    return model(input_ids=ids[None, :-1]).logits[0].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+async def test_closing_fails_a_score_on_its_way() -> None:
+    engine = await ready()
+    scoring = asyncio.ensure_future(engine.score([np.arange(50)] * 2000))
+    await asyncio.sleep(0)
+    await engine.close()
+    with pytest.raises(ActorLost, match="closed"):
+        await scoring
 
 
 class Rounded(LlamaForCausalLM):
@@ -205,7 +278,7 @@ class Rounded(LlamaForCausalLM):
     "settings", [Sampling(max_tokens=9), Sampling(max_tokens=9, top_k=5, top_p=0.7), Sampling(0.0, max_tokens=9)]
 )
 def test_a_steady_engine_draws_the_same_whatever_the_company_rounds(settings: Sampling, monkeypatch: Any) -> None:
-    monkeypatch.setattr(local, "_ROUNDING", 0.2)
+    monkeypatch.setattr(stepping, "_ROUNDING", 0.2)
 
     async def drawn(steady: bool, order: list[int]) -> list[list[int]]:
         engine = LocalEngine(lambda: Rounded(LlamaConfig(**SIZES)), steady=steady, max_running=9)
