@@ -1,10 +1,11 @@
 """Runs one program for an owner and dies with it, and so does everything that the program started.
 
 It is run as a script by whoever owns a server (`server.py`), and imports the standard library only:
-`python -I keeper.py COMMAND...`, with a pipe as stdin that the owner holds open.
+`python -I keeper.py FOLDER COMMAND...`, with a pipe as stdin that the owner holds open. FOLDER is the
+owner's scratch folder (empty: none).
 
 Promises:
-- the owner is gone (end of file on stdin, however it died): the program, and all that it started, are killed;
+- the owner is gone (end of file on stdin, however it died): the program, and all that it started, are killed, and FOLDER removed;
 - the program ended: what it left behind is killed, and the keeper exits as the program did (128 + signal, if by one);
 - the keeper itself is killed: the program is killed by the kernel.
 """
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(command: list[str]) -> int:
+def main(folder: str, command: list[str]) -> int:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever loses its parent becomes ours
     bell, wake = os.pipe()
@@ -51,6 +53,8 @@ def main(command: list[str]) -> int:
             os.read(bell, 512)
         code = _reap(child.pid)
     _end_all()
+    if code is None and folder:
+        shutil.rmtree(folder, ignore_errors=True)
     return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
@@ -101,4 +105,4 @@ def _below(root: int) -> set[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -34,9 +34,12 @@ def free_port() -> int:
 
 
 class Server:
-    """name: in errors. log: the file that it writes to (its folder is made)."""
+    """name: in errors. log: the file that it writes to (its folder is made). scratch: a folder that is removed with it."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, scratch: str = ""
+    ) -> None:
+        self._scratch = scratch
         self._name, self._command, self._log = name, list(command), log
         self._environment = dict(environment or {})
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -52,7 +55,7 @@ class Server:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), *self._command],
+                [sys.executable, "-I", str(_KEEPER), self._scratch, *self._command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -114,4 +117,10 @@ class Server:
         code = self._keeper.poll() if self._keeper is not None else None
         if code is None:
             return "it runs"
-        return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+        return (
+            f"killed by signal {code - 128}"
+            if code > 128
+            else f"exit code {code}"
+            if code >= 0
+            else f"killed by signal {-code}"
+        )

@@ -29,8 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from troupe.actors.engines import sampling
-from troupe.actors.engines.admission import length_limit
+from troupe.actors.engines import admission, sampling
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.server import Server, free_port
 from troupe.actors.engines.sglang_wire import Wire
@@ -158,18 +157,24 @@ class SGLangEngine:
         self._scratch = tempfile.TemporaryDirectory(prefix="troupe-sglang-")
         if self._url:
             self._wire = Wire(self._name, self._url)
-            async with asyncio.timeout(self._start_s):
-                while not await self._wire.up():
-                    await asyncio.sleep(0.5)
+            deadline = time.monotonic() + self._start_s
+            while not await self._wire.up():
+                if time.monotonic() > deadline:
+                    raise TimedOut(
+                        f"{self._name}: nobody has answered at generator.sglang_url {self._url} for {self._start_s:g} s"
+                    )
+                await asyncio.sleep(0.2)
             info = await self._wire.call("/server_info")
-            room = min(info.get("context_length") or self._context + _MARGIN, info.get("max_total_num_tokens") or self._max_cached)
+            room = min(
+                info.get("context_length") or self._context + _MARGIN, info.get("max_total_num_tokens") or self._max_cached
+            )
             self._context = min(self._context, int(room) - _MARGIN)
             await self._wire.call("/continue_generation", {})  # whoever used it before may have died in a pause
         else:
             port = free_port()
             self._wire = Wire(self._name, f"http://127.0.0.1:{port}")
             log = self._log or Path(self._scratch.name) / "server.log"
-            self._server = Server(self._name, self._command(port), log, self._environment())
+            self._server = Server(self._name, self._command(port), log, self._environment(), self._scratch.name)
             await self._server.start(self._wire.up, self._start_s)
         self._watch = asyncio.create_task(self._look_after())
 
@@ -188,7 +193,9 @@ class SGLangEngine:
             "--sampling-mask-max-tokens": max(4096, self._vocabulary),
         }
         switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--incremental-streaming-output"]
-        switches += ["--disable-overlap-schedule"]  # else a token that is on its way when weights change is told as the new one's
+        switches += [
+            "--disable-overlap-schedule"
+        ]  # else a token that is on its way when weights change is told as the new one's
         if self._device == "cpu":
             flags["--attention-backend"] = "torch_native"
             switches += ["--disable-cuda-graph"]
@@ -310,7 +317,7 @@ class SGLangEngine:
         sampling.check(settings)
         if settings.stop and self._decode is None:
             raise ConfigError(f"{self._name} was made without a tokenizer: it can stop at ids, not at strings")
-        limit = length_limit(request, self._context, self._vocabulary)
+        limit = admission.length_limit(request, self._context, self._vocabulary)
         greedy = settings.temperature == 0
         top_k = settings.top_k if 0 < settings.top_k < self._vocabulary and not greedy else 0
         top_p = settings.top_p if not greedy else 1.0
@@ -362,7 +369,7 @@ class SGLangEngine:
                     self._end(flight, Piece(piece.tokens, piece.logprobs, piece.versions, self._finish(flight, ended)))
                 if flight.over:
                     return
-        except TroupeError as error:
+        except TroupeError:
             if self._server is not None and not self._server.alive and self._dead is None:
                 error = self._server.lost()
             if isinstance(error, ActorLost):
@@ -440,12 +447,13 @@ class SGLangEngine:
         self._alive()
 
     async def score(self, sequences: Sequence[np.ndarray[Any, Any]], temperature: float = 1.0) -> list[np.ndarray[Any, Any]]:
-        """Logprobs of given ids. Raises ConfigError for another temperature than 1: SGLang tells those of a prompt at 1 only."""
+        """Logprobs of given ids. Raises TaskFailed for ids that the model cannot be fed. Waits for the end of a pause."""
         wire = self._alive()
-        if temperature != 1.0:
-            raise ConfigError(f"{self._name} tells logprobs of given ids at temperature 1, not {temperature:g}; use the local engine")
         if self.version < 0:
             raise NotReady(f"{self._name} holds no weights yet: load_weights comes first")
+        admission.check_temperature(temperature)
+        for ids in sequences:
+            admission.check_scored(np.asarray(ids), self._context, self._vocabulary)
         places = asyncio.Semaphore(self._max_running)
 
         async def one(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -453,7 +461,7 @@ class SGLangEngine:
                 "input_ids": ids.tolist(),
                 "return_logprob": True,
                 "logprob_start_len": 0,
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
                 "extra_key": str(self.version),
             }
             async with places:
@@ -515,7 +523,7 @@ class SGLangEngine:
                 self.version = version
                 if self._paused is None:
                     await wire.call("/continue_generation", {}, limit_s=_CALL_S)
-            except TroupeError as error:
+            except TroupeError:
                 if self._server is not None and not self._server.alive:
                     error = self._server.lost()
                 self._die(error)

@@ -10,6 +10,7 @@ Promises:
   under the names by which they were sent. Where a sent tensor lies within the model (SGLang fuses q, k and v, and gate and up)
   is not looked up by name: the copies that the model's own loader makes are watched, and the memory they went to is read;
 - each streamed piece names the spans of weight versions of its tokens, not only the last one;
+- logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
 - `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
 - a turn ends with the stop ids of the request, not with what the model's folder calls its end;
 - logits that are no numbers end the server instead of being sampled from.
@@ -115,6 +116,28 @@ def _spans(result: Any, self: Any, *, req: Any) -> None:
         )
 
 
+def _know_temperatures(result: Any, cls: Any, forward_batch: Any) -> None:
+    result._troupe_temperatures = getattr(forward_batch.sampling_info, "temperatures", None)
+
+
+def _tempered(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """Around the logprobs of prompts. Rows that are sampled from are left alone: the sampler tempers them itself."""
+    temperatures = getattr(kwargs["logits_metadata"], "_troupe_temperatures", None)
+    if temperatures is None:
+        return original(self, **kwargs)
+    get_logits, done = kwargs["get_logits_fn"], 0
+    divisor = temperatures.flatten()[torch.tensor(kwargs["token_to_seq_idx"], device=temperatures.device)]
+    divisor[kwargs["sample_indices"].long()] = 1.0
+
+    def tempered(rows: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        nonlocal done
+        begin, done = done, done + len(rows)
+        logits: torch.Tensor = get_logits(rows, *args, **more)
+        return logits / divisor[begin:done, None]
+
+    return original(self, **kwargs | {"get_logits_fn": tempered})
+
+
 def _seeds(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
     """After the settings of a batch were gathered."""
     if result.sampling_seed is None:
@@ -149,6 +172,8 @@ _HOOKS = [
     (_UPDATER + "update_weights_from_disk", _watched, HookType.AROUND),
     (_SRT + "utils.weight_checker.WeightChecker.handle", _held, HookType.AROUND),
     (_SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept", _spans, HookType.AFTER),
+    (_SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch", _know_temperatures, HookType.AFTER),
+    (_SRT + "layers.logprob_processor.InputLogprobProcessor.forward", _tempered, HookType.AROUND),
     (_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seeds, HookType.AFTER),
     (_SRT + "layers.sampler.multinomial_with_seed", _draw, HookType.AROUND),
     (_SRT + "configs.model_config.ModelConfig._get_hf_eos_token_id", lambda *_: set(), HookType.REPLACE),

@@ -63,7 +63,9 @@ class Wire:
         """Pieces of one request as they come, each with the reason for which it is the last one, or None."""
         told = 0
         try:
-            async with self._http.stream("POST", "/generate", json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT) as answer:
+            async with self._http.stream(
+                "POST", "/generate", json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT
+            ) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     raise RemoteError(f"{self._name} refused a request: {_message(text) or answer.status_code}")

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.actors.engines.sglang_server import SharedSGLang
 from troupe.actors.engines.base import Engine
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -44,7 +45,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-ENGINES: dict[str, Callable[..., Engine]] = {"local": LocalEngine}
+ENGINES: dict[str, Callable[..., Engine]] = {"local": LocalEngine, "sglang": SharedSGLang}
 
 
 def _llama(seed: int) -> torch.nn.Module:
@@ -67,8 +68,29 @@ def _llama_with_lora(seed: int) -> torch.nn.Module:
 MODELS = {"llama": _llama, "qwen3": _qwen3, "llama_with_lora": _llama_with_lora}
 
 
-@pytest.fixture(params=ENGINES)
+ELSEWHERE = {
+    "llama_with_lora": "SGLang takes whole weights only",
+    "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
+    "test_a_model_that_breaks_fails_every_request_and_all_later_calls": "the model is the server's; test_sglang.py kills it",
+    "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+}
+
+
+def _elsewhere(node: Any) -> str:
+    """Why this promise is not checked here for an engine in another process."""
+    params = node.callspec.params
+    both = {"top_k", "top_p"} <= set(params.get("sampling", ()))
+    lora = params.get("build") is _llama_with_lora
+    return ELSEWHERE.get("llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname, "")
+
+
+_SERVED = (pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang"))
+
+
+@pytest.fixture(params=[pytest.param(name, marks=() if name == "local" else _SERVED) for name in ENGINES])
 def make(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    if request.param != "local" and (reason := _elsewhere(request.node)):
+        pytest.skip(reason)
     return ENGINES[request.param]
 
 

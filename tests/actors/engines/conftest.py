@@ -1,0 +1,26 @@
+"""Ends the SGLang servers that tests share; skips the tests that need one where SGLang is not installed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.actors.engines import sglang_server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_servers_end_with_the_session() -> Iterator[None]:
+    yield
+    for owner in sglang_server.SERVERS.values():
+        asyncio.run(owner.end())
+        shutil.rmtree(owner._model.path, ignore_errors=True)
+    sglang_server.SERVERS.clear()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("sglang") and sglang_server.MISSING:
+            item.add_marker(pytest.mark.skip(reason=sglang_server.MISSING))
