@@ -207,6 +207,14 @@ class RunConfig(_Section):
     eval: EvalSettings = Field(default_factory=lambda: EvalSettings())
     health: HealthConfig = Field(default_factory=HealthConfig)
 
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> Self:
+        if self.generator.engine == "sglang" and self.model.lora is not None:
+            raise ValueError("generator.engine = 'sglang' takes whole weights: leave model.lora out, or set engine = 'local'")
+        if self.generator.engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
+            raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or set engine = 'local'")
+        return self
+
     def model_settings(self, folder: str) -> ModelConfig:
         """What learner and generator load: the model in `folder` with this recipe's dtype and adapter."""
         return ModelConfig.model_validate({"path": folder, "dtype": self.model.dtype, "lora": self.model.lora})

@@ -43,6 +43,6 @@ def check_temperature(temperature: float) -> None:
 def _known(ids: np.ndarray[Any, Any], vocabulary: int, where: str) -> None:
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise TaskFailed(
-            f"{where}: token ids run from {ids.min()} to {ids.max()}, the model knows 0 to {vocabulary - 1}: is the tokenizer of "
-            "another model?"
+            f"{where}: token ids run from {ids.min()} to {ids.max()}, the model knows 0 to {vocabulary - 1}: "
+            "is the tokenizer of another model?"
         )

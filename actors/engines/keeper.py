@@ -5,7 +5,7 @@ It is run as a script by whoever owns a server (`server.py`), and imports the st
 owner's scratch folder (empty: none).
 
 Promises:
-- the owner is gone (end of file on stdin, however it died): the program, and all that it started, are killed, and FOLDER removed;
+- the owner is gone (end of file on stdin, however it died): the program and all that it started are killed, FOLDER is removed;
 - the program ended: what it left behind is killed, and the keeper exits as the program did (128 + signal, if by one);
 - the keeper itself is killed: the program is killed by the kernel.
 """

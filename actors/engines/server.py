@@ -51,21 +51,12 @@ class Server:
         return self._keeper.pid
 
     async def start(self, ready: Callable[[], Awaitable[bool]], limit_s: float) -> None:
-        """Returns once `ready()` is true. Raises ConfigError if it ends before, TimedOut if it takes longer; it is then gone."""
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), self._scratch, *self._command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **self._environment},
-            )
+        """Returns once `ready()`. Raises ConfigError if it ends before, TimedOut if it takes longer; then it is gone."""
+        self._keeper = self._spawn()
         deadline = time.monotonic() + limit_s
         try:
             while not await ready():
-                if self._keeper.poll() is not None:
+                if not self.alive:
                     raise ConfigError(f"{self._name} does not start ({self._ending()}); {self.last_words()}")
                 if time.monotonic() > deadline:
                     raise TimedOut(f"{self._name} has not started within {limit_s:g} s; {self.last_words()}")
@@ -73,6 +64,18 @@ class Server:
         except BaseException:
             await self.stop()
             raise
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", str(_KEEPER), self._scratch, *self._command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **self._environment},
+            )
 
     async def ended(self) -> ActorLost:
         """Waits until the server is gone; says how."""

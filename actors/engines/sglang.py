@@ -1,7 +1,7 @@
 """An SGLang server as an engine: one server process a replica, spoken to over its native HTTP API.
 
 The server is this engine's own, started by `sglang_inside.py` with the interpreter in which SGLang is installed, or somebody
-else's, at an address; that one must have been started by `sglang_inside.py` too, and must serve nobody else while weights change.
+else's, at an address; that one must have been started by `sglang_inside.py` too, and serves nobody else.
 
 Promises, beyond those of `base.py`:
 - its own server dies with it, and with its process, even on kill -9 (`server.py`);
@@ -16,59 +16,28 @@ Promises, beyond those of `base.py`:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import tempfile
 import time
-import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from troupe.actors.engines import admission, sampling
+from troupe.actors.engines import admission, sampling, sglang_launch
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.server import Server, free_port
-from troupe.actors.engines.sglang_wire import Wire
+from troupe.actors.engines.sglang_flights import Flights
+from troupe.actors.engines.sglang_wire import Wire, request_body
 from troupe.learner import model as weights
 from troupe.learner.config import ModelConfig
-from troupe.protocol.errors import (
-    ActorLost,
-    ConfigError,
-    NotReady,
-    Overloaded,
-    RemoteError,
-    TaskFailed,
-    TimedOut,
-    TroupeError,
-)
+from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TimedOut, TroupeError
 from troupe.protocol.messages import Generate, Generated
-from troupe.protocol.trajectory import Finish
 
-_INSIDE = Path(__file__).with_name("sglang_inside.py")
 _CALL_S, _LOAD_S = 60.0, 600.0
 _LOOK_S = 15.0
 """A server with requests in flight is looked after this often."""
-_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
-_MARGIN = 8
-"""SGLang keeps a few positions of its context for itself."""
-_NOTHING = np.empty(0, np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request on its way: first in the queue, then at the server under `rid` (SGLang aborts by prefix: all of one length)."""
-
-    request: Generate
-    body: dict[str, Any]
-    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    pieces: asyncio.Queue[Piece | TroupeError] = field(default_factory=asyncio.Queue)
-    task: asyncio.Task[None] | None = None
-    aborted: bool = False
-    over: bool = False
 
 
 class SGLangEngine:
@@ -104,8 +73,8 @@ class SGLangEngine:
     ) -> None:
         if model.lora is not None:
             raise ConfigError(
-                "generator.engine = 'sglang' takes whole weights, and model.lora trains an adapter: SGLang binds a request to one "
-                "adapter from its start to its end, so weights could not change meanwhile; set generator.engine = 'local'"
+                "generator.engine = 'sglang' takes whole weights, and model.lora trains an adapter, to which SGLang binds a "
+                "request from its start to its end: weights could not change under it; set generator.engine = 'local'"
             )
         self.version = -1
         self._model, self._url, self._python = model, url.rstrip("/"), python or sys.executable
@@ -116,19 +85,14 @@ class SGLangEngine:
         self._name = f"SGLang of {generator_name}" if generator_name else "the SGLang server"
         self._generator_name = generator_name
 
+        self._flights = Flights(self._name, max_running, decode, self._told)
         self._server: Server | None = None
         self._wire: Wire | None = None
         self._watch: asyncio.Task[None] | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._dead: TroupeError | None = None
-        self._queue: deque[_Flight] = deque()
-        self._running: set[_Flight] = set()
-        self._later: set[asyncio.Task[Any]] = set()
         self._changing = asyncio.Lock()
         self._paused: Pause | None = None
-        self._closed_to_new = False  # while weights change
-        self._tokens = 0
-        self._busy, self._busy_since, self._stats_at = 0.0, 0.0, time.monotonic()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -153,7 +117,7 @@ class SGLangEngine:
         self._outline: Any = await asyncio.to_thread(weights.outline, self._model)
         config = self._outline.config
         self._vocabulary = int(self._outline.get_input_embeddings().num_embeddings)
-        self._context = min(int(config.max_position_embeddings), self._max_cached - _MARGIN)
+        self._context = min(int(config.max_position_embeddings), self._max_cached - sglang_launch.MARGIN)
         self._scratch = tempfile.TemporaryDirectory(prefix="troupe-sglang-")
         if self._url:
             self._wire = Wire(self._name, self._url)
@@ -166,45 +130,31 @@ class SGLangEngine:
                 await asyncio.sleep(0.2)
             info = await self._wire.call("/server_info")
             room = min(
-                info.get("context_length") or self._context + _MARGIN, info.get("max_total_num_tokens") or self._max_cached
+                info.get("context_length") or self._context + sglang_launch.MARGIN,
+                info.get("max_total_num_tokens") or self._max_cached,
             )
-            self._context = min(self._context, int(room) - _MARGIN)
+            self._context = min(self._context, int(room) - sglang_launch.MARGIN)
             await self._wire.call("/continue_generation", {})  # whoever used it before may have died in a pause
         else:
             port = free_port()
             self._wire = Wire(self._name, f"http://127.0.0.1:{port}")
+            command = sglang_launch.command(
+                self._model,
+                port,
+                python=self._python,
+                device=self._device,
+                context=self._context,
+                vocabulary=self._vocabulary,
+                max_running=self._max_running,
+                max_cached_tokens=self._max_cached,
+                more=self._args,
+            )
+            environment = sglang_launch.environment(self._device, self._threads)
             log = self._log or Path(self._scratch.name) / "server.log"
-            self._server = Server(self._name, self._command(port), log, self._environment(), self._scratch.name)
+            self._server = Server(self._name, command, log, environment, self._scratch.name)
             await self._server.start(self._wire.up, self._start_s)
+        self._flights.wire = self._wire
         self._watch = asyncio.create_task(self._look_after())
-
-    def _command(self, port: int) -> list[str]:
-        flags: dict[str, Any] = {
-            "--model-path": self._model.path,
-            "--dtype": self._model.dtype,
-            "--load-format": "dummy",
-            "--host": "127.0.0.1",
-            "--port": port,
-            "--device": self._device.partition(":")[0],
-            "--context-length": self._context + _MARGIN,
-            "--max-total-tokens": self._max_cached,
-            "--max-running-requests": self._max_running,
-            "--sampling-backend": "pytorch",  # the one that takes seeds
-            "--sampling-mask-max-tokens": max(4096, self._vocabulary),
-        }
-        switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--incremental-streaming-output"]
-        switches += [
-            "--disable-overlap-schedule"
-        ]  # else a token that is on its way when weights change is told as the new one's
-        if self._device == "cpu":
-            flags["--attention-backend"] = "torch_native"
-            switches += ["--disable-cuda-graph"]
-        given = [str(part) for pair in flags.items() for part in pair]
-        return [self._python, "-P", str(_INSIDE), *given, *switches, *self._args]
-
-    def _environment(self) -> dict[str, str]:
-        own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(self._threads), "PYTHONUNBUFFERED": "1"}
-        return own | (_CPU if self._device == "cpu" else {})
 
     async def _look_after(self) -> None:
         """Fails everything once the server is gone, or does not answer."""
@@ -214,7 +164,7 @@ class SGLangEngine:
                 await asyncio.wait([gone] if gone else [asyncio.create_task(asyncio.sleep(_LOOK_S))], timeout=_LOOK_S)
                 if gone is not None and gone.done():
                     self._die(gone.result())
-                elif self._running:
+                elif self._flights.running:
                     try:
                         await self.check()
                     except TroupeError as error:
@@ -228,8 +178,14 @@ class SGLangEngine:
             if self._server is not None and "NaN detected" in self._server.last_words():
                 error = RemoteError(f"the model's logits are not finite numbers: its weights have diverged; {error}")
             self._dead = error
-        for flight in [*self._queue, *self._running]:
-            self._end(flight, self._death())
+        self._flights.fail(self._dead)
+
+    def _told(self, error: TroupeError) -> TroupeError:
+        """What becomes of an error that one request met: a lost server is lost to all."""
+        if isinstance(error, ActorLost):
+            self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
+            return self._death()
+        return error
 
     def _death(self) -> TroupeError:
         assert self._dead is not None
@@ -241,7 +197,7 @@ class SGLangEngine:
         if self._server is not None and not self._server.alive:
             raise self._server.lost()
         try:
-            await wire.call("/server_info" if self._paused or self._closed_to_new else "/health", limit_s=_CALL_S)
+            await wire.call("/server_info" if self._flights.held_back else "/health", limit_s=_CALL_S)
         except TimedOut as error:
             raise ActorLost(str(error)) from error
 
@@ -249,17 +205,12 @@ class SGLangEngine:
         """Ends its own server; requests in flight end with "abort". Closing again does nothing."""
         if self._dead is None:
             self._dead = ActorLost(f"{self._name} is closed")
-            for flight in [*self._queue, *self._running]:
-                self._drop(flight)
+            await self._flights.close(limit_s=5.0 if self._url else 0.0)
         await self._end_server()
 
     async def _end_server(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        if self._later and self._url:
-            await asyncio.wait(self._later, timeout=5.0)
-        for task in self._later:
-            task.cancel()
         if self._server is not None:
             await self._server.stop()
         if self._wire is not None:
@@ -295,12 +246,9 @@ class SGLangEngine:
         self._alive()
         if self.version < 0:
             raise NotReady(f"{self._name} holds no weights yet: load_weights comes first")
-        requests = len(self._queue) + len(self._running)
-        if requests >= self._max_requests:
-            raise Overloaded(f"{self._name} has {requests} requests in flight, its limit; try again later")
-        flight = _Flight(request, self._body(request, interval))
-        self._queue.append(flight)
-        self._admit()
+        if len(self._flights) >= self._max_requests:
+            raise Overloaded(f"{self._name} has {len(self._flights)} requests in flight, its limit; try again later")
+        flight = self._flights.add(request, self._body(request, interval))
         try:
             while True:
                 piece = await flight.pieces.get()
@@ -310,7 +258,7 @@ class SGLangEngine:
                 if piece.finish is not None:
                     return
         finally:
-            self._drop(flight)
+            self._flights.drop(flight)
 
     def _body(self, request: Generate, interval: int) -> dict[str, Any]:
         settings = request.sampling
@@ -318,129 +266,12 @@ class SGLangEngine:
         if settings.stop and self._decode is None:
             raise ConfigError(f"{self._name} was made without a tokenizer: it can stop at ids, not at strings")
         limit = admission.length_limit(request, self._context, self._vocabulary)
-        greedy = settings.temperature == 0
-        top_k = settings.top_k if 0 < settings.top_k < self._vocabulary and not greedy else 0
-        top_p = settings.top_p if not greedy else 1.0
-        if top_k and top_p < 1:
-            raise ConfigError(
-                f"top_k = {top_k} and top_p = {top_p} together: SGLang takes top_p of the whole distribution, Troupe of what top_k "
-                "left; set one of them, or generator.engine = 'local'"
-            )
-        body: dict[str, Any] = {
-            "input_ids": request.prompt.tolist(),
-            "return_logprob": True,
-            "sampling_params": {
-                "max_new_tokens": limit - len(request.prompt),
-                "temperature": settings.temperature,
-                "top_p": top_p,
-                "top_k": top_k or (self._vocabulary if top_p < 1 else -1),
-                "stop_token_ids": [i for i in settings.stop_ids if 0 <= i < self._vocabulary],
-                "sampling_seed": request.seed % 2**63,
-                "stream_interval": interval,
-            },
-        }
-        if top_k or top_p < 1:  # then SGLang tells the logprob of what is left, beside that of the whole
-            body["return_sampling_mask"] = True
-        return body
-
-    def _admit(self) -> None:
-        """Sends to the server who waits for it, first come, first served."""
-        while self._queue and len(self._running) < self._max_running and not (self._paused or self._closed_to_new):
-            flight = self._queue.popleft()
-            if not self._running:
-                self._busy_since = time.monotonic()
-            self._running.add(flight)
-            flight.body |= {"rid": flight.rid, "extra_key": str(self.version)}
-            flight.task = asyncio.create_task(self._fly(flight))
-
-    async def _fly(self, flight: _Flight) -> None:
-        assert self._wire is not None
-        said: list[int] = []
-        try:
-            async for piece, ended in self._wire.generate(flight.body):
-                self._tokens += len(piece.tokens)
-                cut = self._cut(flight, said, piece)
-                if cut is not None:
-                    self._end(flight, Piece(piece.tokens[:cut], piece.logprobs[:cut], piece.versions[:cut], "stop"))
-                    self._abort_there(flight)
-                elif ended is None:
-                    flight.pieces.put_nowait(piece)
-                else:
-                    self._end(flight, Piece(piece.tokens, piece.logprobs, piece.versions, self._finish(flight, ended)))
-                if flight.over:
-                    return
-        except TroupeError:
-            if self._server is not None and not self._server.alive and self._dead is None:
-                error = self._server.lost()
-            if isinstance(error, ActorLost):
-                self._die(error)
-            self._end(flight, error)
-
-    def _cut(self, flight: _Flight, said: list[int], piece: Piece) -> int | None:
-        """How many tokens of the piece are said, if a stop string is complete in it."""
-        stops = flight.request.sampling.stop
-        if not stops or self._decode is None:
-            return None
-        for i, token in enumerate(piece.tokens.tolist()):
-            said.append(token)
-            if any(stop in self._decode(said) for stop in stops):
-                return i + 1
-        return None
-
-    def _finish(self, flight: _Flight, ended: dict[str, Any]) -> Finish:
-        if ended["type"] in ("stop", "length"):
-            return "stop" if ended["type"] == "stop" else "length"
-        if flight.aborted:
-            return "abort"
-        said = str(ended.get("message", ended))
-        if 400 <= int(ended.get("status_code") or 0) < 500:
-            raise TaskFailed(f"request '{flight.request.request}': {self._name} refused it: {said}")
-        raise RemoteError(f"{self._name} gave up request '{flight.request.request}': {said}")
-
-    def _end(self, flight: _Flight, last: Piece | TroupeError) -> None:
-        """The last word on a request; whoever waits for its place comes next."""
-        if flight.over:
-            return
-        flight.over = True
-        flight.pieces.put_nowait(last)
-        if flight in self._running:
-            self._running.discard(flight)
-            if not self._running:
-                self._busy += time.monotonic() - self._busy_since
-        else:
-            self._queue.remove(flight)
-        if self._dead is None:
-            self._admit()
-
-    def _drop(self, flight: _Flight) -> None:
-        """Ends the request with what has come so far, whatever the server is about to say."""
-        if flight.over:
-            return
-        if flight.task is not None:
-            self._abort_there(flight)
-            flight.task.cancel()
-        self._end(flight, Piece(_NOTHING, _NOTHING.astype(np.float32), _NOTHING, "abort"))
-
-    def _abort_there(self, flight: _Flight) -> asyncio.Task[Any]:
-        async def tell() -> None:
-            assert self._wire is not None
-            with contextlib.suppress(TroupeError):  # a server that is gone needs no telling
-                await self._wire.call("/abort_request", {"rid": flight.rid}, limit_s=_CALL_S)
-
-        task = asyncio.create_task(tell())
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
-        return task
+        return request_body(request, limit - len(request.prompt), self._vocabulary, interval)
 
     async def abort(self, request: str) -> None:
         """Ends the request early: its `generate` returns what was sampled. Unknown ids are ignored."""
         self._alive()
-        for flight in [f for f in (*self._queue, *self._running) if f.request.request == request]:
-            flight.aborted = True
-            if flight.task is None or self._paused:  # a paused server would tell its end only after the pause
-                self._drop(flight)
-            else:
-                await self._abort_there(flight)
+        await self._flights.abort([f for f in self._flights.all if f.request.request == request], wait=not self._paused)
 
     async def end_session(self, session: str) -> None:
         """Nothing to drop: turns share prefixes through the server's own cache, where the least recently used go first."""
@@ -478,17 +309,15 @@ class SGLangEngine:
         """Samples nothing from now on. Returns when no token is being computed. Requests still come in, and wait here."""
         async with self._changing:
             wire = self._alive()
-            self._paused = mode
+            going, self._paused, self._flights.held_back = self._paused is None, mode, True
             if mode == "abort":
-                flights = [*self._queue, *self._running]
-                for flight in flights:
-                    flight.aborted = True
-                await asyncio.gather(*(self._abort_there(flight) for flight in flights if flight.task is not None))
-                async with asyncio.timeout(_CALL_S):
-                    while any(not flight.over for flight in flights if flight.task is not None):
-                        await asyncio.sleep(0.01)
-                for flight in flights:
-                    self._drop(flight)
+                flights = self._flights.all
+                await self._flights.abort(flights, wait=going)
+                deadline = time.monotonic() + _CALL_S
+                while not all(flight.over for flight in flights):
+                    if time.monotonic() > deadline:
+                        raise TimedOut(f"{self._name} has not ended its requests within {_CALL_S:g} s")
+                    await asyncio.sleep(0.01)
             await self._halt(wire, "in_place" if mode == "abort" else mode)
 
     async def resume(self) -> None:
@@ -497,8 +326,8 @@ class SGLangEngine:
             wire = self._alive()
             if self._paused is not None:
                 await wire.call("/continue_generation", {}, limit_s=_CALL_S)
-                self._paused = None
-                self._admit()
+                self._paused, self._flights.held_back = None, False
+                self._flights.admit()
 
     async def _halt(self, wire: Wire, mode: str) -> None:
         await wire.call("/pause_generation", {"mode": mode}, limit_s=_CALL_S)
@@ -510,31 +339,28 @@ class SGLangEngine:
         Raises CheckpointError if they are of another model; the old weights then stay in use. Any other failure leaves the
         server with neither, and the engine dies of it.
         """
-        wire = self._alive()
+        self._alive()
         weights.check_fits(self._outline, tensors)
         async with self._changing:
             wire = self._alive()
-            self._closed_to_new = True
+            self._flights.held_back = True
             try:
                 if self._paused is None:
                     await self._halt(wire, self._on_update)
                 await self._send(wire, version, tensors)
                 held = await wire.held(_LOAD_S)
-                self.version = version
                 if self._paused is None:
                     await wire.call("/continue_generation", {}, limit_s=_CALL_S)
-            except TroupeError:
-                if self._server is not None and not self._server.alive:
-                    error = self._server.lost()
-                self._die(error)
+            except TroupeError as error:
+                self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
                 raise self._death() from error
-            finally:
-                self._closed_to_new = False
-            self._admit()
+            self.version, self._flights.salt = version, str(version)
+            self._flights.held_back = self._paused is not None
+            self._flights.admit()
             return held
 
     async def _send(self, wire: Wire, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        flush = (self._paused or self._on_update) != "in_place"
+        flush = (self._paused or self._on_update) == "retract"  # else it might be refused; the salt does without
         own = weights.parameters_of(self._outline)
         named = [(name, weights.to_torch(array, own[name].dtype)) for name, array in tensors.items()]
         if self._transport == "tensors":
@@ -550,11 +376,5 @@ class SGLangEngine:
 
     def stats(self) -> dict[str, float]:
         """`load` (requests in flight), `busy` (share of the time since the last call), `tokens` (sampled since start)."""
-        now = time.monotonic()
-        if self._running:
-            self._busy += now - self._busy_since
-            self._busy_since = now
-        share = self._busy / max(now - self._stats_at, 1e-9)
-        self._busy, self._stats_at = 0.0, now
-        load = len(self._queue) + len(self._running)
-        return {"load": float(load), "busy": min(1.0, share), "tokens": float(self._tokens)}
+        load, tokens = float(len(self._flights)), float(self._flights.tokens)
+        return {"load": load, "busy": self._flights.busy(), "tokens": tokens}

@@ -1,9 +1,9 @@
-"""Starts an SGLang server that tells the truth about tokens and weights. Runs in SGLang's interpreter, and never imports Troupe.
+"""Starts an SGLang server that tells the truth about tokens and weights. Runs in SGLang's interpreter, without Troupe.
 
     python sglang_inside.py --model-path FOLDER ...        (the flags of `sglang.launch_server`)
 
 SGLang 0.5 does almost all that an engine must; what it lacks is added here through its own hooks
-(`sglang.srt.plugins.hook_registry`), in each of its processes: they are spawned, and import this file again as their main module.
+(`sglang.srt.plugins.hook_registry`), in each of its processes: they are spawned, and run this file again as their main module.
 
 Promises:
 - `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,

@@ -1,8 +1,8 @@
 """SGLang's native HTTP API, as far as the engine speaks it: calls, streams of pieces, and weights.
 
 Promises:
-- what the server tells is taken as it is: ids, logprobs and versions come from its answer, and one that contradicts itself is an
-  error, never mended;
+- what the server tells is taken as it is: ids, logprobs and versions come from its answer, and one that contradicts itself
+  is an error, never mended;
 - a server that cannot be reached, does not answer in time or refuses is ActorLost, TimedOut or RemoteError; each names it.
 """
 
@@ -19,10 +19,40 @@ import numpy as np
 import torch
 
 from troupe.actors.engines.base import Piece
-from troupe.protocol.errors import ActorLost, RemoteError, TimedOut
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TimedOut
+from troupe.protocol.messages import Generate
 
 BUCKET_BYTES = 256 * 2**20
 """Weights sent in one call, at most (or one tensor)."""
+
+
+def request_body(request: Generate, max_new_tokens: int, vocabulary: int, interval: int) -> dict[str, Any]:
+    """What /generate is asked for. interval: tokens in a piece. Raises ConfigError for what SGLang means otherwise."""
+    settings = request.sampling
+    greedy = settings.temperature == 0
+    top_k = settings.top_k if 0 < settings.top_k < vocabulary and not greedy else 0
+    top_p = settings.top_p if not greedy else 1.0
+    if top_k and top_p < 1:
+        raise ConfigError(
+            f"top_k = {top_k} and top_p = {top_p} together: SGLang takes top_p of the whole distribution, Troupe of what top_k "
+            "left; set one of them, or generator.engine = 'local'"
+        )
+    body: dict[str, Any] = {
+        "input_ids": request.prompt.tolist(),
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": top_p,
+            "top_k": top_k or (vocabulary if top_p < 1 else -1),
+            "stop_token_ids": [i for i in settings.stop_ids if 0 <= i < vocabulary],
+            "sampling_seed": request.seed % 2**63,
+            "stream_interval": interval,
+        },
+    }
+    if top_k or top_p < 1:  # then SGLang tells the logprob of what is left, beside that of the whole
+        body["return_sampling_mask"] = True
+    return body
 
 
 class Wire:

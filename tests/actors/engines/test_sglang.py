@@ -320,7 +320,8 @@ from pathlib import Path
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.learner.config import ModelConfig
 async def go():
-    engine = SGLangEngine(ModelConfig(path=sys.argv[1]), python=sys.argv[2], start_s=float(sys.argv[3]), log=Path(sys.argv[1]) / "log")
+    folder, python, limit_s = sys.argv[1:]
+    engine = SGLangEngine(ModelConfig(path=folder), python=python, start_s=float(limit_s), log=Path(folder) / "log")
     await engine.start()
     print("up", flush=True)
     time.sleep(600)
