@@ -212,7 +212,7 @@ class RunConfig(_Section):
         if self.generator.engine == "sglang" and self.model.lora is not None:
             raise ValueError("generator.engine = 'sglang' takes whole weights: leave model.lora out, or set engine = 'local'")
         if self.generator.engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
-            raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or set engine = 'local'")
+            raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or use 'local'")
         return self
 
     def model_settings(self, folder: str) -> ModelConfig:

@@ -19,6 +19,7 @@ from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, log
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
+from troupe.actors.settings import RunConfig
 from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.learner.model import tensors_of
 from troupe.protocol.checksum import checksum_of
@@ -378,6 +379,19 @@ async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
 def test_an_adapter_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"model\.lora"):
         SGLangEngine(ModelConfig(path="x", lora=LoraSettings()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"model": {"lora": {}}}, "leave model.lora out"),
+        ({"rollout": {"top_k": 20, "top_p": 0.9}}, "top_k or top_p, not both"),
+        ({"generator": {"engine": "sglang", "sglang_url": "http://h:1", "replicas": 2}}, "2 replicas need one each"),
+    ],
+)
+def test_a_recipe_that_sglang_cannot_run_is_refused_when_it_is_read(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RunConfig.model_validate({"generator": {"engine": "sglang"}} | settings)
 
 
 def _chunk(ids: list[int], total: int, spans: list[tuple[str, int, int]], told: list[int] | None = None) -> dict[str, Any]:
