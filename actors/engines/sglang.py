@@ -7,7 +7,7 @@ Promises, beyond those of `base.py`:
 - its own server dies with it, and with its process, even on kill -9 (`server.py`);
 - spans of versions come from the server, which pauses for each change of weights; the checksum is of what its model holds;
 - keys and values of other versions are never used by a request that comes after a change: each request's prefix cache is salted
-  with the version at its start. `retract`: requests in flight are fed again to the new weights, and the cache is emptied;
+  anew with each load. `retract`: requests in flight are fed again to the new weights, and the cache is emptied;
   `in_place`: they keep what the old weights computed for them, to their end;
 - logprobs with top_k or with top_p are those that SGLang drew from. Both together are refused: it takes top_p of the whole
   distribution, Troupe of what top_k left.
@@ -19,6 +19,7 @@ import asyncio
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -293,7 +294,7 @@ class SGLangEngine:
                 "return_logprob": True,
                 "logprob_start_len": 0,
                 "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
-                "extra_key": str(self.version),
+                "extra_key": self._flights.salt,
             }
             async with places:
                 found = await wire.score(body, _LOAD_S)
@@ -354,7 +355,7 @@ class SGLangEngine:
             except TroupeError as error:
                 self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
                 raise self._death() from error
-            self.version, self._flights.salt = version, str(version)
+            self.version, self._flights.salt = version, uuid.uuid4().hex
             self._flights.held_back = self._paused is not None
             self._flights.admit()
             return held

@@ -3,7 +3,7 @@
 Promises:
 - first come, first served; at most `max_running` at the server; none is sent while `held_back`;
 - each request ends once: with its last piece, with what had come by then (abort), or with a typed error;
-- a request's prefix cache is salted with the weight version at which it was sent.
+- a request shares keys and values with those only that were sent with the same salt.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class Flights:
                     return
         except TroupeError as error:
             self._end(flight, self._lost(error))
+        except Exception as error:  # an answer of another shape: told to who waits, who would wait for ever
+            self._end(flight, RemoteError(f"{self._name}: {type(error).__name__}: {error}"))
 
     def _cut(self, flight: Flight, said: list[int], piece: Piece) -> int | None:
         """How many tokens of the piece are said, if a stop string is complete in it."""

@@ -1,4 +1,4 @@
-"""Ends the SGLang servers that tests share; skips the tests that need one where SGLang is not installed."""
+"""Ends the SGLang servers that tests share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,3 @@ def shared_servers_end_with_the_session() -> Iterator[None]:
         asyncio.run(owner.end())
         shutil.rmtree(owner._model.path, ignore_errors=True)
     sglang_server.SERVERS.clear()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("sglang") and sglang_server.MISSING:
-            item.add_marker(pytest.mark.skip(reason=sglang_server.MISSING))

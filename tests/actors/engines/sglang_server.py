@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from troupe.actors.engines.sglang import SGLangEngine
@@ -17,6 +18,13 @@ from troupe.protocol.errors import TroupeError
 ROOT = Path(__file__).parents[3]
 PYTHON = os.environ.get("TROUPE_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
 MISSING = "" if Path(PYTHON).exists() else f"no SGLang at {PYTHON}: `make test-sglang` installs it and runs these tests"
+SERVED = (
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(MISSING), reason=MISSING),
+)
+"""Marks of a test that needs a real server."""
 START_S = 280.0
 
 
@@ -78,3 +86,21 @@ class SharedSGLang(SGLangEngine):
             await SERVERS[key].release()
         self._model, self._url = SERVERS[key]._model, SERVERS[key].url
         await super().start()
+
+
+def below(pid: int) -> dict[int, str]:
+    """Processes below `pid`, with their command lines."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                table[int(entry.name)] = parent, (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+    found: dict[int, str] = {}
+    new = {pid}
+    while new:
+        new = {child for child, (parent, _) in table.items() if parent in new} - found.keys()
+        found |= {child: table[child][1] for child in new}
+    return found

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.actors.engines.sglang_server import SharedSGLang
+from tests.actors.engines.sglang_server import SERVED, SharedSGLang
 from troupe.actors.engines.base import Engine
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -76,6 +76,9 @@ ELSEWHERE = {
 }
 
 
+SHARED = pytest.mark.xdist_group("sglang")
+
+
 def _elsewhere(node: Any) -> str:
     """Why this promise is not checked here for an engine in another process."""
     params = node.callspec.params
@@ -84,10 +87,7 @@ def _elsewhere(node: Any) -> str:
     return ELSEWHERE.get("llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname, "")
 
 
-_SERVED = (pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang"))
-
-
-@pytest.fixture(params=[pytest.param(name, marks=() if name == "local" else _SERVED) for name in ENGINES])
+@pytest.fixture(params=[pytest.param(name, marks=() if name == "local" else (*SERVED, SHARED)) for name in ENGINES])
 def make(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     if request.param != "local" and (reason := _elsewhere(request.node)):
         pytest.skip(reason)

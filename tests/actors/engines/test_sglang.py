@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.actors.engines.sglang_server import PYTHON, START_S, SharedSGLang
+from tests.actors.engines.sglang_server import PYTHON, SERVED, START_S, SharedSGLang, below
 from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, logits_of, random_ids, request, sampled, started
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
@@ -26,12 +26,9 @@ from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import Generated
 
-pytestmark = [pytest.mark.timeout(600)]
-needs_sglang = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.xdist_group("sglang")]
-
 
 def real(test: Any) -> Any:
-    for mark in needs_sglang:
+    for mark in (pytest.mark.xdist_group("sglang"), *SERVED):
         test = mark(test)
     return test
 
@@ -164,14 +161,14 @@ async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the
         versions: list[int] = []
         async for piece in engine.stream(request(prompt, max_tokens=4000)):
             versions += piece.versions.tolist()
-            if len(versions) == 5:
+            if len(versions) >= 5 and engine.version == 1:
                 assert set(versions) == {1}
                 await engine.load_weights(2, tensors_of(new))
             if len(versions) > 20:
                 break
         assert versions[:5] == [1] * 5 and versions[-1] == 2 and versions == sorted(versions)
-        assert engine.stats()["load"] == 0
         assert_true(new, prompt, await engine.generate(request(prompt, max_tokens=4)))
+        assert engine.stats()["load"] == 0
 
 
 @real
@@ -255,24 +252,6 @@ async def test_a_stop_string_cuts_the_turn_at_the_token_in_which_it_is_complete(
 # -- servers that break ------------------------------------------------------------------------------------------------
 
 
-def _below(pid: int) -> dict[int, str]:
-    """Processes below `pid`, with their command lines."""
-    table = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                table[int(entry.name)] = parent, (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-    found: dict[int, str] = {}
-    new = {pid}
-    while new:
-        new = {child for child, (parent, _) in table.items() if parent in new} - found.keys()
-        found |= {child: table[child][1] for child in new}
-    return found
-
-
 @real
 @pytest.mark.parametrize("victim", ["sglang_inside.py", "sglang::scheduler"])
 async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_nothing_hangs(
@@ -285,7 +264,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
         await engine.load_weights(1, tensors_of(_llama(1)))
         calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(20)]
         await sampled(engine, 50)
-        family = _below(engine._server.pid)
+        family = below(engine._server.pid)
         hit = [pid for pid, command in family.items() if victim in command]
         assert hit, family
         os.kill(hit[0], signal.SIGKILL)
@@ -337,7 +316,7 @@ def test_a_server_is_gone_when_its_owner_is_killed(tmp_path: Path) -> None:
     assert owner.stdout is not None
     try:
         assert owner.stdout.readline() == b"up\n"
-        family = _below(owner.pid)
+        family = below(owner.pid)
         assert any("scheduler" in command for command in family.values()), family
         owner.kill()
         deadline = time.monotonic() + 30
