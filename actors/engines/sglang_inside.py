@@ -121,13 +121,15 @@ def _know_temperatures(result: Any, cls: Any, forward_batch: Any) -> None:
 
 
 def _tempered(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
-    """Around the logprobs of prompts. Rows that are sampled from are left alone: the sampler tempers them itself."""
+    """Around the logprobs of prompts. Rows of requests that ask for none are left alone: the sampler tempers them itself."""
     temperatures = getattr(kwargs["logits_metadata"], "_troupe_temperatures", None)
     if temperatures is None:
         return original(self, **kwargs)
     get_logits, done = kwargs["get_logits_fn"], 0
-    divisor = temperatures.flatten()[torch.tensor(kwargs["token_to_seq_idx"], device=temperatures.device)]
-    divisor[kwargs["sample_indices"].long()] = 1.0
+    asked = kwargs["input_logprob_indices"].long()
+    sequence = torch.tensor(kwargs["token_to_seq_idx"], device=asked.device)
+    divisor = torch.ones(len(sequence), device=asked.device)
+    divisor[asked] = temperatures.flatten()[sequence[asked]]
 
     def tempered(rows: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         nonlocal done
