@@ -162,7 +162,7 @@ class SGLangEngine:
         gone = asyncio.create_task(self._server.ended()) if self._server is not None else None
         try:
             while self._dead is None:
-                await asyncio.wait([gone] if gone else [asyncio.create_task(asyncio.sleep(_LOOK_S))], timeout=_LOOK_S)
+                await (asyncio.wait([gone], timeout=_LOOK_S) if gone else asyncio.sleep(_LOOK_S))
                 if gone is not None and gone.done():
                     self._die(gone.result())
                 elif self._flights.running:
@@ -298,7 +298,9 @@ class SGLangEngine:
             }
             async with places:
                 found = await wire.score(body, _LOAD_S)
-            if [pair[1] for pair in found] != np.where(ids == self._vocabulary - 1, 0, ids).tolist():  # SGLang calls the last id 0
+            if [pair[1] for pair in found] != np.where(
+                ids == self._vocabulary - 1, 0, ids
+            ).tolist():  # SGLang calls the last id 0
                 raise RemoteError(f"{self._name} scored other ids than it was given")
             return np.array([pair[0] for pair in found[1:]], np.float32)
 

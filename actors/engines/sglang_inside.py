@@ -45,11 +45,11 @@ def _checksum_of(tensors: dict[str, Any]) -> str:
     return text
 
 
-class _Landing(TorchDispatchMode):
+class _Landing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which memory of the model each loaded tensor is copied to. landed: name to what aliases the model's memory."""
 
     def __init__(self, landed: dict[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._landed = landed
         self._sent: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; held, so that nobody else gets that memory
 
@@ -76,7 +76,8 @@ def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
     model = self.get_model()
     if "load_weights" not in vars(model):
-        load, landed = model.load_weights, {}
+        load = model.load_weights
+        landed: dict[str, torch.Tensor] = {}
 
         def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
             with _Landing(landed) as mode:
