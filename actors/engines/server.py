@@ -107,6 +107,12 @@ class Server:
             keeper.kill()  # and the kernel kills the server
             await asyncio.to_thread(keeper.wait)
 
+    def wrote(self, text: str) -> bool:
+        """Whether the end of the log, some hundred lines of it, has `text`."""
+        with contextlib.suppress(OSError):
+            return text.encode() in self._log.read_bytes()[-64 * 1024 :]
+        return False
+
     def last_words(self) -> str:
         """The end of the log, in one line."""
         with contextlib.suppress(OSError):

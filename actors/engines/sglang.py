@@ -176,7 +176,7 @@ class SGLangEngine:
 
     def _die(self, error: TroupeError) -> None:
         if self._dead is None:
-            if self._server is not None and "NaN detected" in self._server.last_words():
+            if self._server is not None and self._server.wrote("NaN detected"):
                 error = RemoteError(f"the model's logits are not finite numbers: its weights have diverged; {error}")
             self._dead = error
         self._flights.fail(self._dead)
