@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup train test test-all test-openenv lint bench clean
+.PHONY: setup train test test-all test-openenv test-sglang lint bench clean
 
 setup: .venv/.base
 
@@ -35,7 +35,7 @@ lint: .venv/.dev
 test: lint
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not slow'
 
-test-all: lint
+test-all: lint .venv-sglang/.made
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # OpenEnv's own package wants another version of what we depend on, so it has a venv of its own, and its tests run it there.
@@ -48,5 +48,16 @@ test-all: lint
 test-openenv: .venv/.dev .venv-openenv/.made
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m openenv -rs
 
+# So has SGLang, on a CPU: pinned, with stand-ins for the CUDA kernels that it imports and a CPU never calls.
+.venv-sglang/.made: .venv/.python tests/sglang_cpu/requirements.txt
+	@echo "Installing SGLang into .venv-sglang (3 GB, a few minutes) …"
+	@$(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang_cpu/requirements.txt
+	@cp -R tests/sglang_cpu/site/. "$$(.venv-sglang/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+test-sglang: .venv/.dev .venv-sglang/.made
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m sglang -rs
+
 clean:
-	@rm -rf .venv .venv-openenv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-openenv .venv-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,11 +20,32 @@ def make_trainer(config: LearnerConfig, model: ModelConfig, seed: int) -> Trains
 
 
 def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed: int, steady: bool = False) -> Engine:
-    """The generation engine of the replica called `name`. steady: what a request draws does not depend on its company."""
+    """The generation engine of the replica called `name`. steady: what a request draws does not depend on its company;
+    an engine that is not repeatable (`Capabilities`) draws by its seed all the same, up to rounding."""
     from functools import partial
 
-    from troupe.actors.engines.local import LocalEngine
     from troupe.actors.rendering.tokenizer import PlainTokenizer
+
+    decode = PlainTokenizer(model.path).decode
+    if settings.engine == "sglang":
+        from troupe.actors.engines.sglang import SGLangEngine
+
+        return SGLangEngine(
+            model,
+            python=settings.sglang_python,
+            url=settings.sglang_url,
+            max_running=settings.max_running,
+            max_cached_tokens=settings.sglang_tokens,
+            device=settings.device,
+            threads=settings.threads,
+            on_update=settings.sglang_update,
+            transport=settings.sglang_weights,
+            start_s=settings.sglang_start_s,
+            args=settings.sglang_args,
+            generator_name=name,
+            decode=decode,
+        )
+    from troupe.actors.engines.local import LocalEngine
     from troupe.learner.model import load
 
     return LocalEngine(
@@ -33,6 +54,6 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
         device=settings.device,
         threads=settings.threads,
         generator_name=name,
-        decode=PlainTokenizer(model.path).decode,
+        decode=decode,
         steady=steady,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from troupe.actors.context import Context
 from troupe.actors.engines.base import Engine
-from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError
+from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError, TimedOut
 from troupe.protocol.messages import Abort, Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
 
 
@@ -56,7 +56,11 @@ class Generator:
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
             tensors = await self._context.blobs.get(message.tensors)
-            held = await self._engine.load_weights(message.version, tensors)
+            try:
+                held = await self._engine.load_weights(message.version, tensors)
+            except (RemoteError, ActorLost, TimedOut) as error:  # it holds neither these nor the old ones
+                self._context.die(f"its engine is gone: {error}")
+                raise
         if held != message.checksum:
             raise CheckpointError(
                 f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "

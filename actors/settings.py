@@ -144,10 +144,30 @@ class GeneratorSettings(_Section):
     """[generator]: the replicas that sample tokens."""
 
     replicas: int = Field(1, ge=1, description="generator actors")
-    engine: Literal["local"] = Field("local", description="generation engine")
+    engine: Literal["local", "sglang"] = Field("local", description="generation engine, see docs/engines.md")
     max_running: int = Field(64, ge=1, description="requests that one replica advances together")
     threads: int = Field(1, ge=1, description="CPU threads of one replica")
     device: str = Field("cpu", description="cpu or cuda")
+    sglang_python: str = Field("", description="interpreter in which SGLang is installed; empty: the one that runs Troupe")
+    sglang_url: str = Field(
+        "", description="http://host:port of a server that somebody else owns; empty: each replica starts one"
+    )
+    sglang_tokens: int = Field(
+        65_536, ge=64, description="tokens whose keys and values a server holds; their memory is taken at once"
+    )
+    sglang_update: Literal["retract", "in_place"] = Field(
+        "retract",
+        description="when weights change, requests in flight: are fed again to the new ones, or keep what the old computed",
+    )
+    sglang_weights: Literal["tensors", "disk"] = Field("tensors", description="how weights get to the server")
+    sglang_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a server may take to start")
+    sglang_args: list[str] = Field(default_factory=list, description="further flags of the server")
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        if self.sglang_url and self.replicas > 1:
+            raise ValueError(f"sglang_url is one server, and {self.replicas} replicas need one each: set replicas = 1")
+        return self
 
 
 class ColdStartSettings(_Section):
@@ -186,6 +206,14 @@ class RunConfig(_Section):
     cold_start: ColdStartSettings = Field(default_factory=ColdStartSettings)
     eval: EvalSettings = Field(default_factory=lambda: EvalSettings())
     health: HealthConfig = Field(default_factory=HealthConfig)
+
+    @model_validator(mode="after")
+    def _can_be_sampled(self) -> Self:
+        if self.generator.engine == "sglang" and self.model.lora is not None:
+            raise ValueError("generator.engine = 'sglang' takes whole weights: leave model.lora out, or set engine = 'local'")
+        if self.generator.engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
+            raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or use 'local'")
+        return self
 
     def model_settings(self, folder: str) -> ModelConfig:
         """What learner and generator load: the model in `folder` with this recipe's dtype and adapter."""

@@ -1,6 +1,6 @@
 """How fast the embedded engine samples, beside transformers' own `generate`, in one process and one run.
 
-    python bench/engine.py [--quick]
+    python bench/engine.py [--quick] [--sglang-python PATH]
 
 One JSON line a case: {"name", "value", "unit", "compared_with", "context"}.
 
@@ -10,6 +10,7 @@ report logprobs, which the engine does.
 group_prefix_speedup: 8 groups, one after the other, of 8 requests that share a prompt of 400 tokens and sample 16 each: the
 engine as it is, beside one that shares nothing between requests (`min_shared=0`).
 turns_per_second_64: what a training step asks for: 64 sessions at once, each turn ~40 new prompt tokens and ~10 sampled.
+turns_per_second_64_sglang: the same with an SGLang server on the CPU, of the interpreter that is given.
 """
 
 from __future__ import annotations
@@ -26,19 +27,27 @@ import torch
 import typer
 from transformers import StoppingCriteria
 
+from troupe.actors.engines.base import Engine
 from troupe.actors.engines.local import LocalEngine
+from troupe.actors.engines.sglang import SGLangEngine
 from troupe.learner.config import ModelConfig
 from troupe.learner.model import load, tensors_of
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.messages import Generate, Sampling
 
 
-def main(quick: bool = typer.Option(False, help="fewer repetitions")) -> None:
+def main(
+    quick: bool = typer.Option(False, help="fewer repetitions"),
+    sglang_python: str = typer.Option("", help="interpreter in which SGLang is installed"),
+) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = ModelConfig(path=str(make_tiny(Path(folder) / "model", ["the quick brown fox"])))
         model = load(config, seed=0)
-        asyncio.run(_run(model, lambda: load(config, seed=1), 3 if quick else 9))
+        repetitions = 3 if quick else 9
+        asyncio.run(_run(model, lambda: load(config, seed=1), repetitions))
+        if sglang_python:
+            asyncio.run(_run_sglang(model, SGLangEngine(config, python=sglang_python), repetitions))
 
 
 async def _run(model: Any, load_model: Any, repetitions: int) -> None:
@@ -53,6 +62,15 @@ async def _run(model: Any, load_model: Any, repetitions: int) -> None:
     finally:
         await engine.close()
         await apart.close()
+
+
+async def _run_sglang(model: Any, engine: SGLangEngine, repetitions: int) -> None:
+    await engine.start()
+    await engine.load_weights(1, tensors_of(model))
+    try:
+        _print(**await _turns(engine, model, repetitions) | {"name": "turns_per_second_64_sglang"})
+    finally:
+        await engine.close()
 
 
 async def _speedup(engine: LocalEngine, model: Any, repetitions: int) -> dict[str, Any]:
@@ -150,7 +168,7 @@ async def _groups(shared: LocalEngine, apart: LocalEngine, model: Any, repetitio
     }
 
 
-async def _turns(engine: LocalEngine, model: Any, repetitions: int) -> dict[str, Any]:
+async def _turns(engine: Engine, model: Any, repetitions: int) -> dict[str, Any]:
     turns, sessions = 7, 64
 
     async def episode(name: str, seed: int) -> int:

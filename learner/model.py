@@ -34,11 +34,7 @@ def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = Path(config.path)
-    if not folder.is_dir():
-        raise ConfigError(f"model folder '{folder}' does not exist: give a folder in Hugging Face layout")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder '{folder}' has no config.json: it is not a model in Hugging Face layout")
+    folder = _folder(config)
     dtype = getattr(torch, config.dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -58,6 +54,29 @@ def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
             model = _adapted(model, config.lora)
     model.train(False)
     return model
+
+
+def outline(config: ModelConfig) -> torch.nn.Module:
+    """The model without memory for its weights, on the meta device: names, shapes and dtypes. Raises as `load` does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = _folder(config)
+    try:
+        hf = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, config.dtype))  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model folder '{folder}' cannot be loaded: {error}") from error
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _folder(config: ModelConfig) -> Path:
+    folder = Path(config.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model folder '{folder}' does not exist: give a folder in Hugging Face layout")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model folder '{folder}' has no config.json: it is not a model in Hugging Face layout")
+    return folder
 
 
 def has_weights(folder: str | Path) -> bool:
@@ -99,9 +118,8 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return {name: _to_numpy(tensor) for name, tensor in whole.items() if tensor is not None}
 
 
-@torch.no_grad()
-def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """The inverse of `tensors_of`. Raises CheckpointError naming what is missing, unexpected or mis-shaped."""
+def check_fits(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Raises CheckpointError naming what is missing, unexpected or mis-shaped. The model may be on the meta device."""
     own = parameters_of(model)
     problems = [f"missing '{name}'" for name in own if name not in tensors]
     problems += [f"unexpected '{name}'" for name in tensors if name not in own]
@@ -113,10 +131,20 @@ def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, A
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"weights are of another model: {'; '.join(sorted(problems)[:5])}{more}")
-    for name, parameter in own.items():
-        source = torch.from_numpy(np.array(tensors[name]))  # a copy: shared memory is read-only, which torch warns of
-        source = source.view(torch.bfloat16) if parameter.dtype == torch.bfloat16 else source
-        parameter.copy_(ranks.share(source, parameter))
+
+
+@torch.no_grad()
+def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """The inverse of `tensors_of`. Raises CheckpointError as `check_fits`, and then changed nothing."""
+    check_fits(model, tensors)
+    for name, parameter in parameters_of(model).items():
+        parameter.copy_(ranks.share(to_torch(tensors[name], parameter.dtype), parameter))
+
+
+def to_torch(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    """One of `tensors_of` as a tensor of its own, of the parameter's dtype."""
+    source = torch.from_numpy(np.array(array))  # a copy: shared memory is read-only, which torch warns of
+    return source.view(torch.bfloat16) if dtype == torch.bfloat16 else source
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -26,10 +26,10 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from troupe.actors.engines import sampling, stepping
+from troupe.actors.engines import admission, sampling, stepping
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.scoring import Scoring
-from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TaskFailed, TroupeError
+from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TroupeError
 from troupe.protocol.messages import Generate, Generated
 
 
@@ -139,12 +139,9 @@ class LocalEngine:
         a temperature that is not above 0.
         """
         self._check_room()
-        if not temperature > 0:
-            raise ConfigError(f"score: temperature must be above 0, got {temperature}")
-        for i, ids in enumerate(sequences):
-            if len(ids) < 2:
-                raise TaskFailed(f"score: sequence {i} has {len(ids)} tokens; the first is given, so it takes two or more")
-            self._check_ids(f"score: sequence {i}", ids, self._stepper.context + 1)
+        admission.check_temperature(temperature)
+        for ids in sequences:
+            admission.check_scored(ids, self._stepper.context, self._stepper.vocabulary)
         if not len(sequences):
             return []
         done = self._expect()
@@ -232,18 +229,6 @@ class LocalEngine:
         if self._requests >= self._max_requests:
             raise Overloaded(f"{self._name} has {self._requests} requests in flight, its limit; try again later")
 
-    def _check_ids(self, what: str, ids: np.ndarray[Any, Any], limit: int) -> None:
-        if len(ids) >= limit:
-            raise TaskFailed(
-                f"{what}: {len(ids)} tokens leave no room in the context of {self._stepper.context}: end the episode "
-                "earlier (limits.max_episode_tokens) or compact it"
-            )
-        if ids.min() < 0 or ids.max() >= self._stepper.vocabulary:
-            raise TaskFailed(
-                f"{what}: token ids run from {ids.min()} to {ids.max()}, the model knows 0 to "
-                f"{self._stepper.vocabulary - 1}: is the tokenizer of another model?"
-            )
-
     # -- who waits for what ------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -256,11 +241,8 @@ class LocalEngine:
         prompt = request.prompt
         if request.sampling.stop and not self._stops_at_strings:
             raise ConfigError(f"{self._name} was made without a tokenizer: it can stop at ids, not at strings")
-        if not len(prompt):
-            raise TaskFailed(f"request '{request.request}': the prompt is empty; there is nothing to continue")
-        self._check_ids(f"request '{request.request}'", prompt, self._stepper.context)
+        limit = admission.length_limit(request, self._stepper.context, self._stepper.vocabulary)
         done = self._expect()
-        limit = min(len(prompt) + request.sampling.max_tokens, self._stepper.context)
         sequence = stepping.Sequence(
             request,
             prompt,

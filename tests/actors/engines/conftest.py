@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from collections.abc import Iterator
+
 import pytest
 
+from tests.actors.engines import sglang_server
 from tests.actors.engines.suite import ENGINES, Kind
 
 
@@ -13,3 +18,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
     if reason := found.elsewhere(request.node):
         pytest.skip(reason)
     return found
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_servers_end_with_the_session() -> Iterator[None]:
+    yield
+    for owner in sglang_server.SERVERS.values():
+        asyncio.run(owner.end())
+        shutil.rmtree(owner._model.path, ignore_errors=True)
+    sglang_server.SERVERS.clear()

@@ -19,6 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tests.actors.engines.sglang_server import SERVED, SharedSGLang
 from troupe.actors.engines.base import Engine, Piece
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -56,9 +57,6 @@ class Kind:
     elsewhere: Callable[[Any], str] = lambda node: ""
 
 
-ENGINES: dict[str, Kind] = {"local": Kind(LocalEngine)}
-
-
 def llama(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
@@ -77,6 +75,28 @@ def llama_with_lora(seed: int) -> torch.nn.Module:
 
 
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {"llama": llama, "qwen3": qwen3, "llama_with_lora": llama_with_lora}
+
+
+_NOT_SGLANG = {
+    "llama_with_lora": "SGLang takes whole weights only",
+    "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
+    "test_a_model_that_breaks_fails_every_request_and_all_later_calls": "the model is the server's; test_sglang.py kills it",
+    "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+}
+
+
+def _not_sglang(node: Any) -> str:
+    """Why this promise is not checked here for an engine in another process."""
+    params = node.callspec.params
+    both = {"top_k", "top_p"} <= set(params.get("sampling", ()))
+    lora = params.get("build") is llama_with_lora
+    return _NOT_SGLANG.get("llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname, "")
+
+
+ENGINES: dict[str, Kind] = {
+    "local": Kind(LocalEngine),
+    "sglang": Kind(SharedSGLang, marks=(*SERVED, pytest.mark.xdist_group("sglang")), elsewhere=_not_sglang),
+}
 
 
 # -- an engine and its requests ----------------------------------------------------------------------------------------

@@ -1,0 +1,204 @@
+"""Starts an SGLang server that tells the truth about tokens and weights. Runs in SGLang's interpreter, without Troupe.
+
+    python sglang_inside.py --model-path FOLDER ...        (the flags of `sglang.launch_server`)
+
+SGLang 0.5 does almost all that an engine must; what it lacks is added here through its own hooks
+(`sglang.srt.plugins.hook_registry`), in each of its processes: they are spawned, and run this file again as their main module.
+
+Promises:
+- `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,
+  under the names by which they were sent. Where a sent tensor lies within the model (SGLang fuses q, k and v, and gate and up)
+  is not looked up by name: the copies that the model's own loader makes are watched, and the memory they went to is read;
+- each streamed piece names the spans of weight versions of its tokens, not only the last one;
+- logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
+- `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
+- a turn ends with the stop ids of the request, not with what the model's folder calls its end;
+- logits that are no numbers end the server instead of being sampled from.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]  # our sglang.py is not theirs
+os.environ.setdefault("SGLANG_ENABLE_NAN_LOGITS_CHECK", "1")
+os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # a server that broke ends at once, not a minute later
+os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
+os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # room for one token more than the last position
+
+import torch  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+
+def _checksum_of(tensors: dict[str, Any]) -> str:
+    """`protocol.checksum.checksum_of`, from its own file: it needs numpy only."""
+    spec = importlib.util.spec_from_file_location("checksum", _HERE.parent.parent / "protocol" / "checksum.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text: str = module.checksum_of(tensors)
+    return text
+
+
+class _Landing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which memory of the model each loaded tensor is copied to. landed: name to what aliases the model's memory."""
+
+    def __init__(self, landed: dict[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._landed = landed
+        self._sent: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; held, so that nobody else gets that memory
+
+    def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # a storage of its own, by which its copies are recognised
+            self._sent[tensor.untyped_storage().data_ptr()] = name, tensor
+            yield name, tensor
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            name, sent = self._sent.get(source.untyped_storage().data_ptr(), ("", None))
+            if sent is not None:
+                if source.shape != sent.shape or source.stride() != sent.stride():
+                    raise ValueError(f"'{name}' is held in parts or turned: its checksum cannot be told")
+                self._landed[name] = target.detach()
+        return result
+
+
+def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
+    model = self.get_model()
+    if "load_weights" not in vars(model):
+        load = model.load_weights
+        landed: dict[str, torch.Tensor] = {}
+
+        def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            with _Landing(landed) as mode:
+                return load(mode.passing(weights))
+
+        model.load_weights, model._troupe_landed = seen, landed
+    return original(self, *args, **kwargs)
+
+
+def _held(original: Callable[..., Any], self: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    if action != "held":
+        return original(self, action, *args, **kwargs)
+    if unknown := [target for target, *_ in _HOOKS if target not in HookRegistry._patched]:
+        raise ValueError(f"this version of SGLang has no {unknown[0]}")
+    place, model = self._parallelism_info(role=kwargs["role"]).model_dump(), self._get_model()
+    if place["size"] > 1:
+        raise ValueError("the weights are spread over several ranks: run one rank a replica")
+    in_use = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    tensors = {}
+    for name, tensor in getattr(model, "_troupe_landed", {}).items():
+        if tensor.untyped_storage().data_ptr() not in in_use:
+            raise ValueError(f"'{name}' was turned into something else after it was loaded: its checksum cannot be told")
+        plain = tensor.contiguous().cpu()
+        tensors[name] = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+    return {"checksums": {"held": _checksum_of(tensors)}, "per_gpu_checksum": "", "parallelism_info": place}
+
+
+def _spans(result: Any, self: Any, *, req: Any) -> None:
+    """After a request was taken into an output: SGLang tells spans in the last one only."""
+    if self.rids and self.rids[-1] == req.rid and self.weight_versions[-1] is None:
+        from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+        self.weight_versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=self.current_weight_version,
+            num_output_tokens=len(req.output_ids_through_stop),
+        )
+
+
+def _know_temperatures(result: Any, cls: Any, forward_batch: Any) -> None:
+    result._troupe_temperatures = getattr(forward_batch.sampling_info, "temperatures", None)
+
+
+def _tempered(original: Callable[..., Any], self: Any, **kwargs: Any) -> Any:
+    """Around the logprobs of prompts. Rows of requests that ask for none are left alone: the sampler tempers them itself."""
+    temperatures = getattr(kwargs["logits_metadata"], "_troupe_temperatures", None)
+    if temperatures is None:
+        return original(self, **kwargs)
+    get_logits, done = kwargs["get_logits_fn"], 0
+    asked = kwargs["input_logprob_indices"].long()
+    sequence = torch.tensor(kwargs["token_to_seq_idx"], device=asked.device)
+    divisor = torch.ones(len(sequence), device=asked.device)
+    divisor[asked] = temperatures.flatten()[sequence[asked]]
+
+    def tempered(rows: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        nonlocal done
+        begin, done = done, done + len(rows)
+        logits: torch.Tensor = get_logits(rows, *args, **more)
+        return logits / divisor[begin:done, None]
+
+    return original(self, **kwargs | {"get_logits_fn": tempered})
+
+
+def _seeds(result: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
+    """After the settings of a batch were gathered."""
+    if result.sampling_seed is None:
+        seeds = [r.sampling_params.sampling_seed or 0 for r in batch.reqs]
+        result.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=batch.device)
+    return result
+
+
+def _draw(original: Callable[..., Any], logprobs: torch.Tensor, seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Around the seeded draw: SGLang's hash needs a GPU or its CPU kernels. Gumbel-max with a hash of (seed, position, id)."""
+    if logprobs.is_cuda:
+        return original(logprobs, seed, positions)  # type: ignore[no-any-return]
+    column = torch.arange(logprobs.shape[-1])
+    row = _mixed(_mixed(seed.to(torch.int64)) + positions.to(torch.int64))
+    bits = _mixed(row[:, None] + column[None, :]) >> 11 & (1 << 53) - 1
+    uniform = (bits.double() + 0.5) * 2.0**-53
+    return (logprobs.double() - (-uniform.log()).log()).argmax(-1, keepdim=True)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64, after a step of it; int64 wraps around."""
+    x = x + -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+_SRT = "sglang.srt."
+_UPDATER = _SRT + "model_executor.model_runner_components.weight_updater.WeightUpdater."
+_HOOKS = [
+    (_UPDATER + "update_weights_from_tensor", _watched, HookType.AROUND),
+    (_UPDATER + "update_weights_from_disk", _watched, HookType.AROUND),
+    (_SRT + "utils.weight_checker.WeightChecker.handle", _held, HookType.AROUND),
+    (_SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept", _spans, HookType.AFTER),
+    (_SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch", _know_temperatures, HookType.AFTER),
+    (_SRT + "layers.logprob_processor.InputLogprobProcessor.forward", _tempered, HookType.AROUND),
+    (_SRT + "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", _seeds, HookType.AFTER),
+    (_SRT + "layers.sampler.multinomial_with_seed", _draw, HookType.AROUND),
+    (_SRT + "configs.model_config.ModelConfig._get_hf_eos_token_id", lambda *_: set(), HookType.REPLACE),
+]
+for hook in _HOOKS:
+    HookRegistry.register(*hook)
+
+
+def main() -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()  # applies the hooks in this process
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""SGLang's native HTTP API, as far as the engine speaks it: calls, streams of pieces, and weights.
+
+Promises:
+- what the server tells is taken as it is: ids, logprobs and versions come from its answer, and one that contradicts itself
+  is an error, never mended;
+- a server that cannot be reached, does not answer in time or refuses is ActorLost, TimedOut or RemoteError; each names it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+
+from troupe.actors.engines.base import Piece
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TimedOut
+from troupe.protocol.messages import Generate
+
+BUCKET_BYTES = 256 * 2**20
+"""Weights sent in one call, at most (or one tensor)."""
+
+
+def request_body(request: Generate, max_new_tokens: int, vocabulary: int, interval: int) -> dict[str, Any]:
+    """What /generate is asked for. interval: tokens in a piece. Raises ConfigError for what SGLang means otherwise."""
+    settings = request.sampling
+    greedy = settings.temperature == 0
+    top_k = settings.top_k if 0 < settings.top_k < vocabulary and not greedy else 0
+    top_p = settings.top_p if not greedy else 1.0
+    if top_k and top_p < 1:
+        raise ConfigError(
+            f"top_k = {top_k} and top_p = {top_p} together: SGLang takes top_p of the whole distribution, Troupe of what top_k "
+            "left; set one of them, or generator.engine = 'local'"
+        )
+    body: dict[str, Any] = {
+        "input_ids": request.prompt.tolist(),
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": max_new_tokens,
+            "temperature": settings.temperature,
+            "top_p": top_p,
+            "top_k": top_k or (vocabulary if top_p < 1 else -1),
+            "stop_token_ids": [i for i in settings.stop_ids if 0 <= i < vocabulary],
+            "sampling_seed": request.seed % 2**63,
+            "stream_interval": interval,
+        },
+    }
+    if top_k or top_p < 1:  # then SGLang tells the logprob of what is left, beside that of the whole
+        body["return_sampling_mask"] = True
+    return body
+
+
+class Wire:
+    """name: of the server, in errors. url: http://host:port."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self._name = f"{name} ({url})"
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, *, limit_s: float = 60.0) -> dict[str, Any]:
+        """POSTs `body`, or GETs. Returns the answer's object, empty if it is none."""
+        try:
+            answer = await self._http.request("GET" if body is None else "POST", path, json=body, timeout=limit_s)
+        except httpx.TimeoutException as error:
+            raise TimedOut(f"{self._name} has not answered {path} within {limit_s:g} s") from error
+        except httpx.TransportError as error:
+            raise ActorLost(f"{self._name} cannot be reached: {type(error).__name__} {error}") from error
+        if answer.status_code != 200:
+            raise RemoteError(f"{self._name} refused {path}: {_message(answer.text) or answer.status_code}")
+        try:
+            found = answer.json()
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    async def up(self) -> bool:
+        """Whether it serves by now."""
+        try:
+            return (await self._http.get("/ready", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[tuple[Piece, dict[str, Any] | None]]:
+        """Pieces of one request as they come, each with the reason for which it is the last one, or None."""
+        told = 0
+        try:
+            async with self._http.stream(
+                "POST", "/generate", json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT
+            ) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise RemoteError(f"{self._name} refused a request: {_message(text) or answer.status_code}")
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise RemoteError(f"{self._name} refused a request: {_message(line[6:])}")
+                    piece = self._piece(chunk, told)
+                    told += len(piece.tokens)
+                    ended = chunk["meta_info"]["finish_reason"]
+                    yield piece, ended
+                    if ended:
+                        return
+        except httpx.TransportError as error:
+            raise ActorLost(f"{self._name} was lost while it sampled: {type(error).__name__} {error}") from error
+        raise ActorLost(f"{self._name} ended an answer before its end")
+
+    def _piece(self, chunk: dict[str, Any], told: int) -> Piece:
+        """told: how many of the request's tokens came before. A chunk may repeat some of them."""
+        meta = chunk["meta_info"]
+        ids = chunk["output_ids"]
+        ids = ids[len(ids) - (meta["completion_tokens"] - told) :] if meta["completion_tokens"] > told else []
+        k = len(ids)
+        if told + k != meta["completion_tokens"]:
+            raise RemoteError(f"{self._name} left out tokens of '{meta['id']}': {told} + {k} of {meta['completion_tokens']}")
+        pairs = meta["output_token_logprobs"][-k:] if k else []
+        logprobs = meta["output_token_sampling_logprobs"][-k:] if k and "output_token_sampling_logprobs" in meta else None
+        if [pair[1] for pair in pairs] != ids:
+            raise RemoteError(f"{self._name} told logprobs of other tokens than it sampled for '{meta['id']}'")
+        versions = np.full(k, -1, np.int32)
+        for span in meta.get("weight_versions") or ():
+            versions[max(span["start"] - told, 0) : max(span["end"] - told, 0)] = _version(self._name, span["version"])
+        if k and versions.min() < 0:
+            raise RemoteError(f"{self._name} did not tell which weights sampled '{meta['id']}': start it by sglang_inside.py")
+        told_logprobs = [pair[0] for pair in pairs] if logprobs is None else logprobs
+        return Piece(np.array(ids, np.int32), np.array(told_logprobs, np.float32), versions)
+
+    async def score(self, body: dict[str, Any], limit_s: float) -> list[list[Any]]:
+        """Logprobs of the prompt's ids: [logprob, id, None] of each; the first has none."""
+        answer = await self.call("/generate", body, limit_s=limit_s)
+        found: list[list[Any]] = answer["meta_info"]["input_token_logprobs"]
+        return found
+
+    async def held(self, limit_s: float) -> str:
+        """The checksum of the tensors in the server's model (see `sglang_inside`)."""
+        answer = await self.call("/weights_checker", {"action": "held"}, limit_s=limit_s)
+        return str(answer["ranks"][0]["checksums"]["held"])
+
+    async def send_tensors(self, version: int, tensors: list[tuple[str, torch.Tensor]], flush: bool, limit_s: float) -> None:
+        """Weights in buckets; the last one makes them `version`. flush: and forget the keys and values of others."""
+        await self.call("/begin_weight_update", {}, limit_s=limit_s)
+        buckets = list(_buckets(tensors))
+        for i, bucket in enumerate(buckets):
+            last = i == len(buckets) - 1
+            payload = base64.b64encode(pickle.dumps(bucket, protocol=5)).decode()
+            body = {"serialized_named_tensors": [payload], "flush_cache": flush and last}
+            await self.call(
+                "/update_weights_from_tensor", body | ({"weight_version": str(version)} if last else {}), limit_s=limit_s
+            )
+        await self.call("/end_weight_update", {}, limit_s=limit_s)
+
+
+_NO_SILENCE_LIMIT = httpx.Timeout(None, connect=30.0)
+"""A paused server is silent for as long as it is paused; the engine looks after it otherwise."""
+
+
+def _version(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RemoteError(f"{name} sampled with weights '{text}' that were not loaded through this engine") from None
+
+
+def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    yield bucket
+
+
+def _message(text: str) -> str:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text[:300]
+    found = found.get("error") or found.get("message") or found if isinstance(found, dict) else found
+    return str(found.get("message", found) if isinstance(found, dict) else found)[:300]

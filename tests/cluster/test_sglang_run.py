@@ -1,0 +1,42 @@
+"""A run whose generator samples with SGLang: its logprobs are the learner's, and a server that is killed is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.actors.engines.sglang_server import PYTHON, SERVED, below
+from tests.cluster.test_train import await_event, journal, living, start
+
+pytestmark = [pytest.mark.xdist_group("ray"), *SERVED]
+
+
+def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = {
+        "generator.engine": "sglang",
+        "generator.sglang_python": PYTHON,
+        "rollout.max_staleness": 0,  # so that the engine's logprobs must be those of the learner
+        "eval.tasks": 2,
+    }
+    process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "3", **changes)
+    try:
+        generator = await_event(run, process, event="started", actor="generator-0")["pid"]
+        await_event(run, process, event="announced", version=1)
+        family = below(generator)
+        os.kill(next(pid for pid, command in family.items() if "sglang::scheduler" in command), signal.SIGKILL)
+        output, _ = process.communicate(timeout=500)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["finished"] and summary["steps"] == 3 and summary["restarts"] == {"generator-0": 1}
+    assert "generator-0 died" in output and "SGLang of generator-0" in output
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["lp_gap_max"] for row in metrics) < 1e-3
+    assert not living([*family, *(row["pid"] for row in journal(run) if row["event"] == "started")])
