@@ -260,7 +260,7 @@ def test_the_whole_company_keeps_the_bound(simulated_run: Any, mode: str, in_fli
 
 
 def test_one_step_off_trains_each_step_on_one_version_and_generates_beside_it(simulated_run: Any) -> None:
-    run = simulated_run(steps=5, rollout__mode="one-step-off")
+    run = simulated_run(steps=5, rollout__mode="one-step-off", env__options={"turns": 2, "sleep": 5.0})
     run.play(0)
     table = stored.committed(str(run.folder / "trajectories"))
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
