@@ -4,8 +4,8 @@
 
 One JSON line a case: {"name", "value", "unit", "compared_with", "context"}. Both sides are `troupe train` on real Ray with the
 same recipe but for `rollout.mode` and `rollout.max_staleness`: the same model, cold start, tasks, seconds that the world
-sleeps, number of steps, and groups and episodes in each step, which is checked in what they stored. sync is `max_staleness = 0`:
-nothing of a step starts before the weights of the step before are in use.
+sleeps, number of steps, and groups and episodes in each step, which is checked in what they stored. sync is
+`max_staleness = 0`: nothing of a step starts before the weights of the step before are in use.
 
 async_speedup_longtail: seconds of sync / seconds of async, from the announcement of version 0 to the figures of the last step;
 the mean over the seeds. The world is a two-armed bandit whose steps sleep: lognormal, so that most are short and a few are
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import typer
 
 from troupe.actors import journal
-from troupe.envs.bandit import Bandit
+from troupe.envs.bandit import BOLD, CALM, Bandit
 from troupe.envs.base import Task, Turn
 from troupe.protocol import stored
 
@@ -72,6 +72,7 @@ max_tokens = 8
 
 [learner]
 lr = 1e-3
+cold_start_lr = 3e-3
 
 [eval]
 tasks = {tasks}
@@ -79,7 +80,9 @@ tasks = {tasks}
 
 
 class LongTail(Bandit):
-    """Options beside the bandit's: median, sigma, longest: of the seconds that a step sleeps, which are lognormal.
+    """Its arms always have the same two names: which of them pays more is all that can be learnt.
+
+    Options beside the bandit's: median, sigma, longest: of the seconds that a step sleeps, which are lognormal.
 
     They belong to the task, so that both sides and all members of a group wait for the same."""
 
@@ -91,10 +94,12 @@ class LongTail(Bandit):
         self.median, self.sigma, self.longest = median, sigma, longest
 
     def reset(self, task: Task) -> str:
-        offer = super().reset(task)
+        super().reset(task)
+        self.calm, self.bold = CALM[0], BOLD[0]
+        self.arms = self.rng.sample([self.calm, self.bold], 2)
         drawn = [self.median * self.rng.lognormvariate(0.0, self.sigma) for _ in range(self.turns)]
         self.sleeps = [min(self.longest, seconds) if task.split == "train" else 0.0 for seconds in drawn]
-        return offer
+        return self._offer
 
     def play(self, rng: random.Random, noise: float) -> str:
         self.sleeps = [0.0] * self.turns  # a demonstration waits for nobody
@@ -133,11 +138,15 @@ def main(
         "quick": quick,
     }
     ratios = [one["seconds"] / other["seconds"] for one, other in zip(sides["sync"], sides["async"], strict=True)]
-    _print("async_speedup_longtail", round(statistics.mean(ratios), 2), "x", ratios=[round(r, 2) for r in ratios], **sides, **about)
+    told = {"ratios": [round(ratio, 2) for ratio in ratios], **sides, **about}
+    _print("async_speedup_longtail", round(statistics.mean(ratios), 2), "x", told)
     gaps = [other["success"] - one["success"] for one, other in zip(sides["sync"], sides["async"], strict=True)]
-    noise = 2 * statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
-    scores = {mode: {"before": [r["success_before"] for r in s], "after": [r["success"] for r in s]} for mode, s in sides.items()}
-    _print("async_success_gap", round(statistics.mean(gaps), 3), "success", noise=noise and round(noise, 3), **scores, **about)
+    noise = round(2 * statistics.stdev(gaps) / len(gaps) ** 0.5, 3) if len(gaps) > 1 else None
+    scores: dict[str, Any] = {mode: [run["success"] for run in side] for mode, side in sides.items()}
+    before = [run["success_before"] for run in sides["sync"]]
+    _print(
+        "async_success_gap", round(statistics.mean(gaps), 3), "success", {"noise": noise, "before": before, **scores, **about}
+    )
 
 
 def trained(runs: Path, mode: str, seed: int, max_staleness: int, quick: bool) -> dict[str, Any]:
@@ -145,7 +154,7 @@ def trained(runs: Path, mode: str, seed: int, max_staleness: int, quick: bool) -
     name = f"{mode}-{seed}"
     recipe, run = runs / f"{name}.toml", runs / name
     about = {"mode": mode, "seed": seed, "max_staleness": max_staleness, "file": Path(__file__).resolve(), "turns": TURNS}
-    recipe.write_text(RECIPE.format(steps=3 if quick else 16, tasks=20 if quick else 200, **about, **SLOW))
+    recipe.write_text(RECIPE.format(steps=3 if quick else 12, tasks=20 if quick else 100, **about, **SLOW))
     began = time.time()
     with open(runs / f"{name}.log", "wb") as log:
         command = [sys.executable, "-m", "troupe", "train", str(recipe), "--run-dir", str(run)]
@@ -179,7 +188,7 @@ def measured(run: Path) -> dict[str, Any]:
     }
 
 
-def _print(name: str, value: float, unit: str, **context: Any) -> None:
+def _print(name: str, value: float, unit: str, context: dict[str, Any]) -> None:
     line = {"name": name, "value": value, "unit": unit, "compared_with": "mode = 'sync', the same recipe", "context": context}
     print(json.dumps(line), flush=True)
 

@@ -19,11 +19,13 @@ import pytest
 
 from tests.laws.rollouts import Plot, Run, Stage, every_seed_of
 from troupe.actors.context import within
+from troupe.actors.director import Director
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.settings import RolloutSettings
-from troupe.actors.simulated import Chaos
+from troupe.actors.simulated import Chaos, _Blobs
 from troupe.protocol import stored
-from troupe.protocol.messages import EpisodeDone, Routes, RunEpisode
+from troupe.protocol.errors import ActorLost
+from troupe.protocol.messages import Blob, EpisodeDone, Routes, RunEpisode
 from troupe.protocol.trajectory import POLICY, Trajectory
 
 QUICK, BLOCK, SLOW = 60, 30, 3_000
@@ -268,8 +270,32 @@ def test_one_step_off_trains_each_step_on_one_version_and_generates_beside_it(si
     assert table.num_rows and run.summary()["staleness"] == {"0": pytest.approx(0.2, abs=0.1), "1": pytest.approx(0.8, abs=0.1)}
 
 
-def test_weights_do_not_wait_for_a_batch_that_nobody_can_sample(simulated_run: Any) -> None:
-    """With one-step-off, learner and generators die just when the next batch is waited for: the run goes on."""
-    run = simulated_run(steps=5, rollout__mode="one-step-off", env__options={"turns": 2, "sleep": 3.0})
-    run.play(3, crashes=12, until_s=40.0)
-    assert run.summary()["finished"] and max(run.staleness) <= 1
+def test_weights_do_not_wait_for_a_batch_that_nobody_can_sample(simulated_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one-step-off: while the next batch is waited for, all generators die and the learner takes all weights with it."""
+    put, get, meet = _Blobs.put, _Blobs.get, Director._meet
+    blobs: list[Blob] = []
+    lost: set[int] = set()
+
+    def keep(self: _Blobs, value: Any) -> Blob:
+        blobs.append(put(self, value))
+        return blobs[-1]
+
+    async def find(self: _Blobs, blob: Blob) -> Any:
+        if id(blob.ref) in lost:
+            raise ActorLost("its owner died")
+        return await get(self, blob)
+
+    async def strike(self: Director, company: Any, step: int) -> None:
+        if step == 3 and not lost:
+            lost.update(id(blob.ref) for blob in blobs if isinstance(blob.ref, dict))  # the store keeps its batches
+            for name in ("learner", "generator-0", "generator-1"):
+                asyncio.get_running_loop().call_soon(run.simulation.crash, name)
+        await meet(self, company, step)
+
+    monkeypatch.setattr(_Blobs, "put", keep)
+    monkeypatch.setattr(_Blobs, "get", find)
+    monkeypatch.setattr(Director, "_meet", strike)
+    run = simulated_run(steps=4, rollout__mode="one-step-off", env__options={"turns": 2, "sleep": 5.0})
+    run.play(0)
+    assert lost and run.summary()["finished"] and max(run.staleness) <= 1
+    assert [row["version"] for row in run.events("announced")] == [0, 1, 2, 3, 4]
