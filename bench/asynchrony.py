@@ -1,6 +1,6 @@
 """What asynchrony gains where the world is slow now and then, and what it costs: `mode = "async"` beside `mode = "sync"`.
 
-    python bench/asynchrony.py [--quick] [--seeds 0,1,2] [--max-staleness N] [--folder FOLDER]
+    python bench/asynchrony.py [--quick] [--seeds 0,1,2] [--steps N] [--max-staleness N] [--folder FOLDER]
 
 One JSON line a case: {"name", "value", "unit", "compared_with", "context"}. Both sides are `troupe train` on real Ray with the
 same recipe but for `rollout.mode` and `rollout.max_staleness`: the same model, cold start, tasks, seconds that the world
@@ -75,7 +75,7 @@ lr = 1e-3
 cold_start_lr = 3e-3
 
 [eval]
-tasks = {tasks}
+tasks = 100
 """
 
 
@@ -114,6 +114,7 @@ def main(
     quick: bool = typer.Option(False, help="small and short: shows that it works, its figures mean nothing"),
     seeds: str = typer.Option("0,1,2", help="seeds, each played by both sides"),
     max_staleness: int = typer.Option(3, min=1, help="of async"),
+    steps: int = typer.Option(30, min=1, help="training steps; with few of them the policy is still rising when it is scored"),
     folder: str = typer.Option("", help="where the run folders stay; empty: they are deleted"),
 ) -> None:
     chosen = [int(seed) for seed in seeds.split(",")][: 1 if quick else None]
@@ -125,7 +126,7 @@ def main(
         for number, seed in enumerate(chosen):
             order = ("sync", "async") if number % 2 == 0 else ("async", "sync")  # what the machine does meanwhile hits both
             for mode in order:
-                sides[mode].append(trained(runs, mode, seed, 0 if mode == "sync" else max_staleness, quick))
+                sides[mode].append(trained(runs, mode, seed, 0 if mode == "sync" else max_staleness, 3 if quick else steps))
     about = {
         "max_staleness": max_staleness,
         "steps": sides["sync"][0]["steps"],
@@ -149,12 +150,19 @@ def main(
     )
 
 
-def trained(runs: Path, mode: str, seed: int, max_staleness: int, quick: bool) -> dict[str, Any]:
+def trained(runs: Path, mode: str, seed: int, max_staleness: int, steps: int) -> dict[str, Any]:
     """One side: a run, and what it came to."""
     name = f"{mode}-{seed}"
     recipe, run = runs / f"{name}.toml", runs / name
-    about = {"mode": mode, "seed": seed, "max_staleness": max_staleness, "file": Path(__file__).resolve(), "turns": TURNS}
-    recipe.write_text(RECIPE.format(steps=3 if quick else 12, tasks=20 if quick else 100, **about, **SLOW))
+    about = {
+        "mode": mode,
+        "seed": seed,
+        "max_staleness": max_staleness,
+        "file": Path(__file__).resolve(),
+        "turns": TURNS,
+        "steps": steps,
+    }
+    recipe.write_text(RECIPE.format(**about, **SLOW))
     began = time.time()
     with open(runs / f"{name}.log", "wb") as log:
         command = [sys.executable, "-m", "troupe", "train", str(recipe), "--run-dir", str(run)]
