@@ -30,12 +30,14 @@ from troupe.actors.roster import Roster
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
 from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut, TroupeError
-from troupe.protocol.messages import Announce, GetWeights, Limits, Ping, Pools, PoolsHeard, Routes, Scale, Weights
+from troupe.protocol.messages import Announce, Drain, GetWeights, Limits, Pools, PoolsHeard, Routes, Scale, Weights
 
 T = TypeVar("T")
 
 RESTART_WINDOW_S = 300.0
 INFORM_S = 2.0
+_FINISH_S = 60.0
+"""Seconds, at most, that new weights wait for turns in flight: less than a router's patience with a replica."""
 
 _PASSING = (ActorLost, NotReady, Overloaded, TimedOut)
 """Errors that pass when an actor is back."""
@@ -295,6 +297,8 @@ class Company:
                 Generator,
                 _device(config.generator.device),
                 make_engine=self._parts.make_engine,
+                in_flight=rollout.in_flight,
+                finish_s=min(_FINISH_S, rollout.generate_s / 2),
             )
         self._ledger.note("started", actor=name, pid=pid)
 
@@ -377,12 +381,12 @@ class Company:
         self._ledger.say(f"generators: {len(self.generators())}")
 
     async def _retire(self, name: str) -> None:
-        """Waits until the generator's work is done (at most the length of an episode), then ends it."""
+        """Lets the generator hand over its turns, or end them (at most the length of an episode), then ends it."""
         self.dismiss(name)
         deadline = self._context.clock.now() + self._limits.episode_s
         try:
             while self._context.clock.now() < deadline:
-                health = await within(10.0, f"{name}.health", self._context.ref(name, Generator).health(Ping()))
+                health = await within(10.0, f"{name}.drain", self._context.ref(name, Generator).drain(Drain(now=True)))
                 if health.load == 0:
                     break
                 await asyncio.sleep(0.1)

@@ -1,7 +1,8 @@
 """The run itself, from the cold start to the last evaluation: the whole algorithm can be read in `_lead`.
 
 Owns the step counter. Promises:
-- step k trains on batch k and makes version k; a version is announced only when it is proved (`company.publish`);
+- step k trains on batch k and makes version k; a version is announced only when it is proved (`company.publish`), and with
+  "one-step-off" only when batch k + 1 is there;
 - a learner that was lost comes back at its newest checkpoint, and the steps since then are replayed from the store;
 - whatever ends the run (its end, `stop`, an error, Ctrl-C), its children end with it and the run folder resumes.
 """
@@ -55,6 +56,8 @@ from troupe.protocol.messages import (
 from troupe.protocol.trajectory import Task
 
 _STEP_S = 3600.0
+_NOBODY_S = 30.0
+"""Seconds without a generator that could sample, until new weights no longer wait for the batch of the next step."""
 _SHOWN_AT_ONCE = 32
 _DEMONSTRATIONS = 9_000_000_000
 """Demonstrations use task indices from here on; training groups stay below."""
@@ -264,16 +267,33 @@ class Director:
         )
 
     async def _batch(self, step: int) -> Batch:
-        """The batch of `step`; meanwhile the dispatcher is heard."""
-        ask = GetBatch(step, self._config.rollout.groups_per_step, wait_s=1.0)
+        """The batch of `step`, whenever it is there."""
         while True:
-            try:
-                batch = await within(60.0, "store.batch", self._store.batch(ask))
-                if batch.trajectories is not None:
-                    return batch
-            except (ActorLost, NotReady):
-                await asyncio.sleep(0.2)
-            await self._hear()
+            if (batch := await self._found(step)) is not None:
+                return batch
+
+    async def _found(self, step: int) -> Batch | None:
+        """The batch of `step`, if it is there within a second; if not, the dispatcher is heard."""
+        ask = GetBatch(step, self._config.rollout.groups_per_step, wait_s=1.0)
+        try:
+            batch = await within(60.0, "store.batch", self._store.batch(ask))
+            if batch.trajectories is not None:
+                return batch
+        except (ActorLost, NotReady):
+            await asyncio.sleep(0.2)
+        await self._hear()
+        return None
+
+    async def _meet(self, company: Company, step: int) -> None:
+        """With "one-step-off" new weights wait for the batch of `step`, so that the version before samples all of it; unless
+        nobody is left who holds that version, and perhaps nobody can any more, as its learner may have died."""
+        if self._config.rollout.mode != "one-step-off" or step > self._config.steps:
+            return
+        clock = self._context.clock
+        sampled = clock.now()
+        while clock.now() < sampled + _NOBODY_S and await self._found(step) is None:
+            if "proved" in company.roll_call().values():
+                sampled = clock.now()
 
     async def _train_and_publish(self, company: Company, batch: Batch) -> Trained:
         """Trains until the learner is at the batch's step and its weights have arrived. A learner that was lost comes
@@ -286,6 +306,7 @@ class Director:
                 message = Train(work, *self._watch.treatment(replay))
                 trained = await within(_STEP_S, "learner.train", self._learner.train(message))
                 if trained.step == batch.step:
+                    await self._meet(company, trained.step + 1)
                     await self._publish(company, trained.weights)
                     return trained
                 self._ledger.say(f"the learner replayed step {trained.step} from the store")

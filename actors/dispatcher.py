@@ -6,9 +6,10 @@ Owns in-flight episodes, their groups and the staleness budget. Promises:
   old one. Where a pool left no record (it died, or never began), the dispatcher writes it (law 3);
 - groups are born for a training step and numbered `step * 10_000 + ordinal`, which fixes task, seed and ids: a restarted
   dispatcher asks the store which groups are durable and runs exactly the others again (law 7);
-- a group for step k starts only while `k ≤ version + 1 + max_staleness`, so no trained token is older than that (law 4);
-- exactly `groups_per_step` groups of a step train; what failed, what a filter dropped and what came too late is stored
-  and never trained, and replaced while the step needs it;
+- a group for step k starts only while `k ≤ version + 1 + max_staleness`, and asks for weights no older than
+  `k − 1 − max_staleness`; one with an older token all the same is told of and never trained (law 4);
+- exactly `groups_per_step` groups of a step train; what failed, what a filter dropped, what is too old and what came too late
+  is stored and never trained, and replaced while the step needs it;
 - a broken episode never carries a reward: the run's policy says whether it is retried or dropped (law 6), `BIAS` what
   that does to the data. A task that always fails is quarantined and never dispatched again;
 - with `rollout.tree` a member starts when the sibling that it forks from has ended (see `tree.py`), and waits for no other;
@@ -99,7 +100,7 @@ _PAUSE_S = 0.2
 _MOVES = 16
 """How often an episode may be moved, because its pool drains, until that counts as a failure."""
 
-_Verdict = Literal["trains", "failed", "surplus", "filtered", "evaluation"]
+_Verdict = Literal["trains", "failed", "stale", "surplus", "filtered", "evaluation"]
 
 
 @dataclass(slots=True)
@@ -120,7 +121,8 @@ class _Member:
 
 @dataclass(slots=True)
 class _Group:
-    """A group on its way. stopped: why it can no longer train, or an empty string."""
+    """A group on its way. min_version: of the weights that may sample it. stopped: why it can no longer train, or an empty
+    string."""
 
     number: int
     kind: Kind
@@ -129,6 +131,7 @@ class _Group:
     sampling: Sampling
     limits: Limits
     members: list[_Member]
+    min_version: int
     stopped: Literal["", "failed", "surplus"] = ""
 
     def ended(self, status: Status) -> list[EpisodeDone]:
@@ -183,7 +186,7 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         self._ended: Counter[Status] = Counter()
-        self._retried = self._moved = self._dropped = self._filtered = self._tokens = 0
+        self._retried = self._moved = self._dropped = self._filtered = self._stale = self._tokens = 0
         self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
         self._evaluations = 0
         self._broken = ""
@@ -250,6 +253,7 @@ class Dispatcher:
                     f"{message.name}.{serial}-{index:05d}",
                     [seed_of(message.seed, index, trial) for trial in range(message.trials)],
                 ),
+                min_version=message.version,
             )
             for index, task in enumerate(message.tasks)
         ]
@@ -288,6 +292,7 @@ class Dispatcher:
             used=used,
             slots=slots,
             moved=self._moved,
+            stale_groups=self._stale,
         )
 
     async def health(self, message: Ping) -> Health:
@@ -339,6 +344,7 @@ class Dispatcher:
             members=self._members(
                 f"t{number:09d}", [seed_of(self._seed, number, member) for member in range(settings.group_size)]
             ),
+            min_version=at - 1 - settings.max_staleness,
         )
         verdict = await self._run_group(group, self._gate)
         step = self._step(at)
@@ -352,7 +358,8 @@ class Dispatcher:
         else:
             step.chosen.discard(number)
             self._dropped += 1
-            step.failed += verdict == "failed"
+            step.failed += verdict in ("failed", "stale")
+            self._stale += verdict == "stale"
             if verdict == "filtered":
                 step.filtered += 1
                 self._filtered += 1
@@ -413,7 +420,14 @@ class Dispatcher:
             return group.stopped
         if len(step.chosen - {group.number}) >= wanted:
             return "surplus"
-        rewards = [done.reward for done in group.ended("completed")]
+        good = group.ended("completed")
+        oldest = min((done.oldest_version for done in good), default=group.min_version)
+        if oldest < group.min_version:
+            allowed = f"step {group.step} takes none before {group.min_version}"
+            self._last_failure = f"group {group.number} has a token of version {oldest}, and {allowed}"
+            self._note(f"{self._last_failure}: it is stored and not trained, and another takes its place")
+            return "stale"
+        rewards = [done.reward for done in good]
         if self._settings.filter == "informative" and len(rewards) > 1 and min(rewards) == max(rewards):
             if step.filtered < (_REPLACEMENTS - 1) * wanted and step.next < GROUPS_PER_STEP_LIMIT:
                 return "filtered"
@@ -538,6 +552,7 @@ class Dispatcher:
             limits=group.limits,
             seed=member.seed,
             sibling=self._sibling(group, number),
+            min_version=group.min_version,
         )
         seconds = group.limits.episode_s + 120.0
         work = within(seconds, f"{pool}.run_episode({member.episode})", self._pool(pool).run_episode(message))

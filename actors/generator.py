@@ -3,40 +3,76 @@
 Promises:
 - it takes no work before it has proved weights: `load_weights` fails unless the checksum of the tensors that it really
   holds equals the learner's (law 4);
+- a request that asks for weights no older than some version is refused by a replica whose weights are older;
 - an engine that broke takes the actor with it, so that its supervisor replaces both;
-- one load at a time; requests in flight go on, and each token names the version that sampled it.
+- one load at a time, and each token names the version that sampled it. What becomes of the turns in flight is said by
+  `in_flight`. "update": they go on, with the new weights from the next token. "finish": new requests wait, those in flight
+  end, then the weights change. "restart": those in flight are cut short and nothing of them is kept. Both wait for at most
+  `finish_s`: what has not ended by then goes on as with "update", and "restart" drops it when it ends;
+- a replica that drains takes no more requests. With "update" it hands over its turns: they end, as finish "abort", with what
+  was sampled, from which their callers go on elsewhere; with "finish" they end here; with "restart" nothing of them is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
 
-from troupe.actors.context import Context
+from troupe.actors.context import Context, within
 from troupe.actors.engines.base import Engine
-from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError, TimedOut
-from troupe.protocol.messages import Abort, Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, RemoteError, TimedOut
+from troupe.protocol.messages import Abort, Ack, Drain, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+
+_ABORT_AGAIN_S = 1.0
+"""A request that was on its way into the engine when it was aborted is asked to end again."""
+_HELD_S = 10.0
+"""Seconds that a request waits for new weights before its caller is told to ask again."""
+
+InFlight = Literal["finish", "update", "restart"]
 
 
 class Generator:
     """Wraps the engine that `make_engine(name)` builds."""
 
-    def __init__(self, context: Context, make_engine: Callable[[str], Engine]) -> None:
+    def __init__(
+        self, context: Context, make_engine: Callable[[str], Engine], in_flight: InFlight = "update", finish_s: float = 60.0
+    ) -> None:
         self._context = context
         self._engine = make_engine(context.name)
+        self._in_flight, self._finish_s = in_flight, finish_s
         self._loading = asyncio.Lock()
+        self._flying: Counter[str] = Counter()
+        self._landed = asyncio.Event()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._draining = False
+        self._restarts = 0
 
     async def start(self) -> None:
         await self._engine.start()
 
     async def generate(self, message: Generate) -> Generated:
-        """Samples a continuation; see `Engine.generate`."""
+        """Samples a continuation; see `Engine.generate`. One that is cut short, or to be sampled anew, has finish "abort" and
+        the tokens from which the caller may go on. Raises NotReady when it drains or its weights are too old, and Overloaded
+        while it waits to change them."""
+        await self._enter(message)
+        restarts = self._restarts
+        self._flying[message.request] += 1
         try:
-            return await self._engine.generate(message)
+            made = await self._engine.generate(message)
         except (RemoteError, ActorLost) as error:
             self._context.die(f"its engine is gone: {error}")
             raise
+        finally:
+            self._flying -= Counter([message.request])
+            self._landed.set()
+        if restarts != self._restarts or (self._in_flight == "restart" and made.finish == "abort"):
+            return replace(made, tokens=made.tokens[:0], logprobs=made.logprobs[:0], versions=made.versions[:0], finish="abort")
+        return made
 
     async def abort(self, message: Abort) -> Ack:
         """Ends a request early; one that is unknown, or over, is ignored."""
@@ -57,10 +93,16 @@ class Generator:
                 )
             tensors = await self._context.blobs.get(message.tensors)
             try:
+                if message.version > self._engine.version and self._in_flight != "update":
+                    self._open.clear()
+                    await self._clear(cut=self._in_flight == "restart")
+                    self._restarts += self._in_flight == "restart"
                 held = await self._engine.load_weights(message.version, tensors)
             except (RemoteError, ActorLost, TimedOut) as error:  # it holds neither these nor the old ones
                 self._context.die(f"its engine is gone: {error}")
                 raise
+            finally:
+                self._open.set()
         if held != message.checksum:
             raise CheckpointError(
                 f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "
@@ -68,13 +110,55 @@ class Generator:
             )
         return WeightsHeld(self._context.name, message.version, held)
 
+    async def drain(self, message: Drain) -> Health:
+        """Takes no more requests from now on; how many are left is the load."""
+        self._draining = True
+        if message.now and self._in_flight != "finish":
+            await self._cut()
+        return await self.health(Ping())
+
     async def health(self, message: Ping) -> Health:
         """Load, busy share and tokens so far."""
         stats = self._engine.stats()
         return Health(
             self._context.name,
             os.getpid(),
-            load=int(stats.get("load", 0)),
+            load=max(int(stats.get("load", 0)), self._flying.total()),
             busy=float(stats.get("busy", 0.0)),
             detail={"version": self._engine.version, "tokens": stats.get("tokens", 0.0)},
         )
+
+    # -- private -----------------------------------------------------------------------------------------------------
+
+    async def _enter(self, message: Generate) -> None:
+        """Lets a request in. Nothing is awaited after its last look at the weights."""
+        name = self._context.name
+        if not self._open.is_set():
+            try:
+                await within(_HELD_S, name, self._open.wait())
+            except TimedOut as error:
+                raise Overloaded(f"{name} lets its turns in flight end before it takes new weights") from error
+        if self._draining:
+            raise NotReady(f"{name} takes no more requests: it is being drained")
+        if self._engine.version < message.min_version:
+            raise NotReady(
+                f"{name} holds version {self._engine.version} and '{message.request}' takes none before {message.min_version}"
+            )
+
+    async def _clear(self, cut: bool) -> None:
+        """Waits until nothing is in flight, at most `finish_s`. cut: ends it early."""
+        clock = self._context.clock
+        deadline = clock.now() + self._finish_s
+        while self._flying and clock.now() < deadline:
+            if cut:
+                await self._cut()
+            self._landed.clear()
+            if self._flying:
+                left = deadline - clock.now()
+                try:
+                    await within(min(left, _ABORT_AGAIN_S) if cut else left, self._context.name, self._landed.wait())
+                except TimedOut:
+                    continue
+
+    async def _cut(self) -> None:
+        await asyncio.gather(*(self._engine.abort(request) for request in list(self._flying)))

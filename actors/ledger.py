@@ -163,6 +163,8 @@ class Ledger:
             "episodes_moved": counts.moved if counts else 0,
             "groups_dropped": counts.dropped_groups if counts else 0,
             "groups_filtered": counts.filtered_groups if counts else 0,
+            "groups_stale": counts.stale_groups if counts else 0,
+            "staleness": _staleness(rows),
             "quarantined": counts.quarantined if counts else {},
             "restarts": self._restarts,
             "eval": {name: _score(scores, at) for name, at in (("first", 0), ("last", -1))},
@@ -199,6 +201,18 @@ class Ledger:
                 return known
         except FileNotFoundError:
             return {}
+
+
+def _staleness(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of all tokens that were trained, the share of those that were so many versions behind."""
+    sums: dict[int, float] = {}
+    for row in rows:
+        for name, share in row.items():
+            age = name.removeprefix("staleness_")
+            if age != name and age.lstrip("-").isdigit():
+                sums[int(age)] = sums.get(int(age), 0.0) + share * row.get("policy_tokens", 0.0)
+    total = sum(sums.values())
+    return {str(age): round(sums[age] / total, 4) for age in sorted(sums)} if total else {}
 
 
 def _score(scores: list[Any], at: int) -> dict[str, Any] | None:

@@ -2,7 +2,9 @@
 
 Owns its own view of who is busy. Promises:
 - a trajectory returns to the replica that holds its cache, unless that replica is gone;
-- a request whose replica died, or cut it short, is issued again elsewhere (same prompt, same seed) until its time is up;
+- a request whose replica died is issued again elsewhere (same prompt, same seed) until its time is up;
+- a turn that its replica cut short goes on from what that one had sampled, wherever there is room; each of its tokens keeps
+  its logprob and its version. With stop strings, which could begin before the cut and end after it, it is sampled anew;
 - a request that its caller gives up is aborted where it runs, so that nothing is sampled for nobody;
 - when no replica takes work it waits for one, at most `patience_s`, and then names the reason.
 """
@@ -12,6 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 
 from troupe.actors.context import Context, within
 from troupe.actors.generator import Generator
@@ -44,6 +49,8 @@ class Router:
         """Samples on some replica. Raises TimedOut when none answered in time."""
         deadline = self._context.clock.now() + self._patience_s
         reason, tried = "no generator has proved its weights yet", False
+        said: list[Generated] = []  # by replicas that cut the turn short
+        cut_by = ""
         while True:
             name = self._choose(request.session)
             if self._context.clock.now() >= deadline and (tried or name is None):
@@ -55,10 +62,19 @@ class Router:
             self._load[name] += 1
             try:
                 generator = self._context.ref(name, Generator)
-                made = await within(self._generate_s, f"{name}.generate", generator.generate(request))
-                if made.finish != "abort":
-                    return made
-                raise ActorLost(f"{name} cut '{request.request}' short")
+                made = await within(self._generate_s, f"{name}.generate", generator.generate(_rest(request, said)))
+                kept = len(made.tokens) > 0 and not request.sampling.stop
+                if kept or made.finish != "abort":
+                    said.append(made)
+                if made.finish != "abort" or _length(said) >= request.sampling.max_tokens:
+                    return _joined(said)
+                reason = f"{name} cut '{request.request}' short"
+                self.reissued += 1
+                if kept:
+                    deadline = self._context.clock.now() + self._patience_s
+                if kept or cut_by == name:
+                    self._drop(name)
+                cut_by = name  # perhaps to take new weights: then it holds the request until it has them
             except (asyncio.CancelledError, TimedOut):
                 self._abort_soon(name, request.request)
                 raise
@@ -111,3 +127,29 @@ class Router:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
             return
+
+
+def _rest(request: Generate, said: list[Generated]) -> Generate:
+    """What is left of the turn after what was `said` of it."""
+    if not said:
+        return request
+    prompt = np.concatenate([request.prompt, *(part.tokens for part in said)])
+    left = replace(request.sampling, max_tokens=request.sampling.max_tokens - _length(said))
+    return replace(request, prompt=prompt, sampling=left)
+
+
+def _joined(said: list[Generated]) -> Generated:
+    """The parts of a turn as one. One that was cut just when it was full has ended by its length."""
+    if len(said) == 1 and said[0].finish != "abort":
+        return said[0]
+    return Generated(
+        np.concatenate([part.tokens for part in said]),
+        np.concatenate([part.logprobs for part in said]),
+        np.concatenate([part.versions for part in said]),
+        "length" if said[-1].finish == "abort" else said[-1].finish,
+        said[-1].generator,
+    )
+
+
+def _length(said: list[Generated]) -> int:
+    return sum(len(part.tokens) for part in said)

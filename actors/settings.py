@@ -78,6 +78,10 @@ class ModelSettings(_Section):
     tiny: TinyModel = Field(default_factory=TinyModel)
 
 
+_STALENESS = {"sync": 0, "one-step-off": 1}
+"""Modes that fix max_staleness."""
+
+
 class RolloutSettings(_Section):
     """[rollout]: how experience is made."""
 
@@ -92,7 +96,21 @@ class RolloutSettings(_Section):
     tree_segment: int = Field(
         0, ge=0, description="with tree: fork also within a turn, after every so many tokens; 0: only between turns"
     )
-    max_staleness: int = Field(1, ge=0, description="how many weight versions a batch may lag behind; 0: on-policy")
+    mode: Literal["sync", "one-step-off", "async"] = Field(
+        "async",
+        description="sync: generate, then train; one-step-off: generate the next step's batch, whole and with one version, "
+        "beside training; async: as max_staleness allows (see docs/asynchrony.md)",
+    )
+    max_staleness: int = Field(
+        1,
+        ge=0,
+        description="weight versions that a trained token may lag behind; sync: 0, one-step-off: 1; without mode, 0 is sync",
+    )
+    in_flight: Literal["finish", "update", "restart"] = Field(
+        "update",
+        description="turns that are being sampled when new weights come: finish them first, go on with the new weights from "
+        "the next token, or sample them anew",
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
@@ -119,6 +137,29 @@ class RolloutSettings(_Section):
     env_step_s: float = Field(30.0, gt=0, allow_inf_nan=False, description="seconds that a world may take for one step")
     generate_s: float = Field(120.0, gt=0, allow_inf_nan=False, description="seconds that one turn's generation may take")
     episode_s: float = Field(600.0, gt=0, allow_inf_nan=False, description="seconds that one episode may take")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _completed(cls, given: Any) -> Any:
+        """Of mode and max_staleness, the one that is left out follows from the other."""
+        if not isinstance(given, dict):
+            return given
+        mode, most = given.get("mode"), given.get("max_staleness")
+        if most is None and mode in _STALENESS:
+            return given | {"max_staleness": _STALENESS[mode]}
+        return given | {"mode": "sync"} if mode is None and most == 0 else given
+
+    @model_validator(mode="after")
+    def _agrees(self) -> RolloutSettings:
+        meant = _STALENESS.get(self.mode)
+        if meant is not None and self.max_staleness != meant:
+            raise ValueError(
+                f"mode = '{self.mode}' means max_staleness = {meant}, not {self.max_staleness}: leave it out, or set "
+                f"mode = '{'async' if self.max_staleness else 'sync'}'"
+            )
+        if meant is None and self.max_staleness == 0:
+            raise ValueError("mode = 'async' with max_staleness = 0 is step by step: set mode = 'sync', or allow 1 or more")
+        return self
 
     @model_validator(mode="after")
     def _grows(self) -> RolloutSettings:

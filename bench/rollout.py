@@ -108,10 +108,10 @@ class FixedEngine:
     """
 
     def __init__(self, answer: list[int], seconds: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.version = 0
+        self.version = 1_000_000  # as fresh as any step asks for
         self._tokens = np.asarray(answer, np.int32)
         self._logprobs = np.full(len(answer), -1.0, np.float32)
-        self._versions = np.zeros(len(answer), np.int32)
+        self._versions = np.full(len(answer), self.version, np.int32)
         self._seconds = seconds
         self._answered: dict[str, float] = {}
         self.gaps: list[float] = []

@@ -68,7 +68,7 @@ class Progress:
                 f"{_step_line(status)}   {_spark(status.history)}",
                 f"rollouts {m.get('trajectories', 0):.0f}/step in {pools} pools · version {status.version} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
-                f"staleness {m.get('staleness_mean', 0):.1f}",
+                f"staleness {m.get('staleness_mean', 0):.1f} (max {m.get('staleness_max', 0):.0f})",
             ]
             if "env_step_s_p50" in m:
                 steps = " · ".join(f"p{q} {seconds(m[f'env_step_s_p{q}'])}" for q in (50, 90, 99))
@@ -135,6 +135,13 @@ def closing(summary: dict[str, Any], folder: str, world: str) -> str:
             f"{summary['episodes_failed']} of {summary['episodes']} episodes stayed broken; restarts: "
             + (", ".join(f"{n} ×{c}" for n, c in summary["restarts"].items()) or "none")
             + "."
+        )
+    if ages := summary.get("staleness"):
+        shares = ", ".join(f"{age}: {share:.0%}" for age, share in ages.items())
+        dropped = summary.get("groups_stale", 0)
+        lines.append(
+            f"Versions that trained tokens were behind: {shares}."
+            + (f" {dropped} groups were too old and not trained." if dropped else "")
         )
     for world, calls in (summary.get("env_latency") or {}).items():
         if (step := calls.get("step")) and step["count"]:

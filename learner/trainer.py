@@ -41,6 +41,7 @@ from troupe.learner.preferences import dpo, pairs_of
 from troupe.learner.reference import Reference
 from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
+from troupe.learner.staleness import staleness
 from troupe.protocol.errors import CheckpointError, ConfigError
 from troupe.protocol.trajectory import Trajectory
 
@@ -160,8 +161,8 @@ class Trainer:
         instead of those of the configured teacher.
         Returns metrics; per-token means are over the policy tokens of the groups that train:
         - of the whole batch, before the filter: `health.signals`, success, turns, kept_groups (share that the filter kept);
-        - of the policy before the step: entropy (nats), lp_gap_* (see `agreement`), staleness_mean (versions between
-          sampling and now), kl_reference;
+        - of the policy before the step: entropy (nats), lp_gap_* (see `agreement`), staleness_* (versions between
+          sampling and now: see `staleness`), kl_reference;
         - of the step: loss, clip_fraction (and other figures of the loss), grad_norm (before clipping, mean over
           optimiser steps), kl (old ‖ new, on a part of the batch), value_loss and value_explained (share of the targets'
           variance, before the step) with a critic, lr, policy_tokens, tokens, learn_s.
@@ -183,7 +184,7 @@ class Trainer:
         age = self.step - batch.version
         metrics = {**signals(trajectories), **batch.metrics, **told, **run.metrics()}
         metrics |= agreement(run.old, run.rollout, age)
-        metrics |= {"kl": self._kl(batch, run), "lr": lr, "staleness_mean": float(age.mean())}
+        metrics |= {"kl": self._kl(batch, run), "lr": lr, **staleness(age)}
         if config.kl is not None:
             metrics["kl_reference"] = divergence(run.old, run.reference, config.kl.estimator).mean().item()
         self.step += 1
@@ -240,7 +241,7 @@ class Trainer:
             "pairs": float(len(pairs)),
             "grad_norm": sum(norms) / len(norms),
             "lr": lr,
-            "staleness_mean": float(age.mean()),
+            **staleness(age),
             "learn_s": time.perf_counter() - started,
         }
 

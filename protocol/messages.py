@@ -105,7 +105,8 @@ class Limits:
 @dataclass(slots=True)
 class Generate:
     """Extend `prompt` (token ids, shape [n]). `session` lets the engine keep its KV cache between the turns of one
-    trajectory. The same `seed`, prompt and weights draw the same uniform numbers."""
+    trajectory. The same `seed`, prompt and weights draw the same uniform numbers. A replica whose weights are older than
+    `min_version` refuses it."""
 
     __pydantic_config__ = _CONFIG
     request: str
@@ -113,6 +114,7 @@ class Generate:
     prompt: Int32
     sampling: Sampling
     seed: int = 0
+    min_version: int = -1
 
 
 @dataclass(slots=True)
@@ -183,7 +185,8 @@ class Sibling:
 class RunEpisode:
     """Run one attempt of one episode to its end and deposit the trajectory in the store.
 
-    sibling: begin with a part of what it did, drawn from `seed`, if the store still has it and it is long enough."""
+    sibling: begin with a part of what it did, drawn from `seed`, if the store still has it and it is long enough.
+    min_version: no older weights sample any of its tokens."""
 
     __pydantic_config__ = _CONFIG
     episode: str
@@ -197,6 +200,7 @@ class RunEpisode:
     limits: Limits
     seed: int
     sibling: Sibling | None = None
+    min_version: int = -1
 
 
 @dataclass(slots=True)
@@ -230,8 +234,8 @@ class CancelEpisode:
 
 @dataclass(slots=True)
 class Drain:
-    """Take no more episodes and finish those that run. `now`: end them as cancelled. Answered with `Health`; asked again
-    until its load is 0."""
+    """Take no more work and finish what runs: a pool its episodes, a generator its turns. `now`: end episodes as cancelled,
+    and hand turns over (see `generator.py`). Answered with `Health`; asked again until its load is 0."""
 
     __pydantic_config__ = _CONFIG
     now: bool = False
@@ -351,7 +355,8 @@ class Evaluated:
 class DispatcherStatus:
     """Counts since the run began (restored after a restart, but for `retried`). `tokens`: sampled, evaluations included.
 
-    dropped_groups: that a failure, a filter or over-sampling kept from training; filtered_groups: of these, by the filter.
+    dropped_groups: that a failure, a filter, their age or over-sampling kept from training; filtered_groups: of these, by
+    the filter; stale_groups: because a token was older than the staleness budget allows (not restored).
     quarantined: task id → what it failed with. waiting: episodes that wait for a slot; used: slots that are taken, of
     `slots` in all pools that take episodes. moved: attempts that a draining pool gave up and another ran.
     """
@@ -372,6 +377,7 @@ class DispatcherStatus:
     used: int = 0
     slots: int = 0
     moved: int = 0
+    stale_groups: int = 0
 
 
 @dataclass(slots=True)

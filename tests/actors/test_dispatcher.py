@@ -315,6 +315,7 @@ class Pool:
             trajectory.success,
             turns=1,
             tokens=1,
+            oldest_version=message.min_version,
             failure_kind=failure.kind if failure else "",
             failure=failure.message if failure else "",
         )

@@ -27,8 +27,10 @@ class Replica:
         if self.how == "is full":
             raise Overloaded("full")
         await asyncio.sleep(1000.0 if self.how == "dawdles" else 1.0)
-        finish: Any = "abort" if self.how == "cuts short" else "stop"
-        return Generated(np.asarray([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), finish, self.name)
+        finish: Any = "abort" if "cuts short" in self.how else "stop"
+        said = message.prompt[-1:] + 1 if self.how != "cuts short at once" else message.prompt[:0]
+        version = int(self.name[-1:])
+        return Generated(said, -said.astype(np.float32), np.full(len(said), version, np.int32), finish, self.name)
 
     async def abort(self, message: Abort) -> None:
         self.log.append((self.name, f"abort {message.request}"))
@@ -52,8 +54,8 @@ def play(how: dict[str, str], work: Any, **settings: float) -> tuple[Any, list[t
         return simulation.run(main), log
 
 
-def ask(request: str = "r", session: str = "s") -> Generate:
-    return Generate(request, session, np.zeros(3, np.int32), Sampling())
+def ask(request: str = "r", session: str = "s", **sampling: Any) -> Generate:
+    return Generate(request, session, np.zeros(3, np.int32), Sampling(**sampling))
 
 
 def test_a_session_stays_where_its_cache_is_and_new_ones_go_to_the_least_loaded():
@@ -67,11 +69,31 @@ def test_a_session_stays_where_its_cache_is_and_new_ones_go_to_the_least_loaded(
     assert sorted(names) == ["generator-0"] * 2 + ["generator-1"] * 2
 
 
-@pytest.mark.parametrize("how", ["refuses", "cuts short"])
+@pytest.mark.parametrize("how", ["refuses", "cuts short at once"])
 def test_a_turn_that_one_replica_does_not_finish_is_sampled_whole_by_another(how):
     made, log = play({"generator-0": how, "generator-1": "fine"}, lambda router: router.generate(ask()))
-    assert (made.finish, made.generator) == ("stop", "generator-1")
-    assert log == [("generator-0", "r"), ("generator-1", "r")]
+    assert (made.finish, made.generator, made.tokens.tolist()) == ("stop", "generator-1", [1])
+    assert log == [("generator-0", "r")] * (1 if how == "refuses" else 2) + [("generator-1", "r")]
+
+
+def test_a_turn_that_is_cut_short_goes_on_from_there_and_its_tokens_keep_their_versions():
+    how = {"generator-0": "cuts short", "generator-1": "cuts short", "generator-2": "fine"}
+    made, _ = play(how, lambda router: router.generate(ask(max_tokens=9)))
+    assert (made.tokens.tolist(), made.logprobs.tolist()) == ([1, 2, 3], [-1.0, -2.0, -3.0])
+    assert (made.versions.tolist(), made.finish, made.generator) == ([0, 1, 2], "stop", "generator-2")
+
+
+def test_a_turn_that_is_cut_when_it_is_full_has_ended_by_its_length():
+    how = {"generator-0": "cuts short", "generator-1": "cuts short", "generator-2": "fine"}
+    made, log = play(how, lambda router: router.generate(ask(max_tokens=2)))
+    assert (made.finish, made.tokens.tolist(), len(log)) == ("length", [1, 2], 2)
+
+
+def test_with_stop_strings_a_turn_that_is_cut_short_is_sampled_anew():
+    made, _ = play(
+        {"generator-0": "cuts short", "generator-1": "fine"}, lambda router: router.generate(ask(stop=["end"], max_tokens=9))
+    )
+    assert (made.tokens.tolist(), made.versions.tolist()) == ([1], [1])
 
 
 def test_a_turn_that_takes_too_long_names_the_replica_and_is_aborted_there():
@@ -93,7 +115,9 @@ def test_a_turn_that_nobody_waits_for_any_more_is_aborted():
     assert play({"generator-0": "dawdles"}, work)[1][-1] == ("generator-0", "abort r")
 
 
-@pytest.mark.parametrize(("how", "why"), [("refuses", "unproved"), ("is full", "full"), ("cuts short", "cut 'r' short")])
+@pytest.mark.parametrize(
+    ("how", "why"), [("refuses", "unproved"), ("is full", "full"), ("cuts short at once", "cut 'r' short")]
+)
 def test_patience_ends_even_if_the_replica_is_announced_again_and_again(how, why):
     async def work(router: Router) -> None:
         async def announce() -> None:

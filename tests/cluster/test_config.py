@@ -217,3 +217,35 @@ def test_a_wrong_override_is_named_not_the_line_that_it_overrides(tmp_path):
     file.write_text('steps = 3\n[env]\nname = "echo"\n')
     with pytest.raises(ConfigError, match=r"with steps=many: 'steps' = 'many'"):
         recipes.read(str(file), ["steps=many"])
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "most"),
+    [
+        ("", "async", 1),
+        ("max_staleness = 0", "sync", 0),
+        ("max_staleness = 4", "async", 4),
+        ('mode = "sync"', "sync", 0),
+        ('mode = "one-step-off"', "one-step-off", 1),
+        ('mode = "async"', "async", 1),
+        ('mode = "async"\nmax_staleness = 3', "async", 3),
+    ],
+)
+def test_of_mode_and_staleness_the_one_that_is_left_out_follows_from_the_other(recipe, tmp_path, given, mode, most):
+    config = recipes.read(recipe(RECIPE + f"\n[rollout]\n{given}\n"))
+    assert (config.rollout.mode, config.rollout.max_staleness) == (mode, most)
+    recipes.write(config, tmp_path / "config.toml")
+    assert recipes.read(str(tmp_path / "config.toml")).rollout == config.rollout
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "reason"),
+    [
+        ("sync", 2, "mode = 'sync' means max_staleness = 0, not 2: leave it out, or set mode = 'async'"),
+        ("one-step-off", 0, "mode = 'one-step-off' means max_staleness = 1, not 0: leave it out, or set mode = 'sync'"),
+        ("async", 0, "mode = 'async' with max_staleness = 0 is step by step: set mode = 'sync', or allow 1 or more"),
+    ],
+)
+def test_a_mode_that_contradicts_the_staleness_is_refused_with_the_fix(recipe, mode, most, reason):
+    path = recipe(RECIPE + f'\n[rollout]\nmode = "{mode}"\nmax_staleness = {most}\n')
+    assert error_of(path) == f"{path} line 12: [rollout]: {reason}"

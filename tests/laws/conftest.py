@@ -29,11 +29,12 @@ from troupe.actors.learner import Trains
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Chaos, Simulation
 from troupe.cluster import config as recipes
+from troupe.learner.staleness import staleness
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, NotReady, TroupeError
 from troupe.protocol.messages import Generate, Generated, Scale
-from troupe.protocol.trajectory import Trajectory
+from troupe.protocol.trajectory import Finish, Trajectory
 
 
 class SeededEngine:
@@ -43,6 +44,9 @@ class SeededEngine:
         self.name, self.world = name, world
         self.version = -1
         self.tensors: dict[str, np.ndarray] = {}
+        self.running: set[str] = set()
+        self.token_s = 0.001
+        """Seconds that a token takes at most."""
 
     async def start(self) -> None:
         await asyncio.sleep(0.1)
@@ -53,22 +57,26 @@ class SeededEngine:
         dice = random.Random(request.seed)
         tokens: list[int] = []
         versions: list[int] = []
+        finish: Finish = "length"
+        self.running.add(request.request)
         for _ in range(dice.randint(1, request.sampling.max_tokens)):
-            await asyncio.sleep(0.001 * self.world.simulation.dice.random())
+            await asyncio.sleep(self.token_s * self.world.simulation.dice.random())
+            if request.request not in self.running:
+                finish = "abort"
+                break
             tokens.append(dice.randrange(5, 200))
             versions.append(self.version)
-        stop = dice.random() < 0.9
-        if stop:
+        self.running.discard(request.request)
+        if finish != "abort" and dice.random() < 0.9:
+            finish = "stop"
             tokens.append(request.sampling.stop_ids[0])
             versions.append(self.version)
         logprobs = np.asarray([-dice.random() for _ in tokens], np.float32)
         self.world.sampled.append((self.name, tuple(request.prompt.tolist()), tuple(tokens)))
-        return Generated(
-            np.asarray(tokens, np.int32), logprobs, np.asarray(versions, np.int32), "stop" if stop else "length", self.name
-        )
+        return Generated(np.asarray(tokens, np.int32), logprobs, np.asarray(versions, np.int32), finish, self.name)
 
     async def abort(self, request: str) -> None:
-        return
+        self.running.discard(request)
 
     async def end_session(self, session: str) -> None:
         return
@@ -117,7 +125,8 @@ class DigestTrainer:
             assert trajectory.kind == "train" and trajectory.status == "completed"
             oldest = trajectory.versions[0]
             self.world.staleness.append(self.step - 1 - oldest)
-        return {
+        versions = np.concatenate([node.versions for t in trajectories for node in t.nodes])
+        return staleness(self.step - 1 - versions) | {
             "policy_tokens": float(sum(t.policy_tokens for t in trajectories)),
             "reward_mean": float(np.mean([t.reward for t in trajectories])),
             "success": float(np.mean([bool(t.success) for t in trajectories])),

@@ -49,6 +49,7 @@ from troupe.protocol.messages import (
     CommitGroup,
     Deposit,
     DispatcherStatus,
+    Drain,
     EpisodeDone,
     Evaluate,
     Evaluated,
@@ -90,6 +91,8 @@ class Plot:
     task). script: trouble and its turn for the n-th world that is reset, from 1. crashes: (word, n, who): right after the
     n-th event with that word "it" (who saw the event) or the actor of that name dies. room: episodes that the dispatcher
     may have open at a time. drains: (after seconds, pool, limit): the pool is drained, and another takes its place.
+    retired: (after seconds, generator): it drains and hands its turns over, and another takes its place. token_s: seconds that
+    a token takes at most.
     """
 
     seed: int = 0
@@ -105,6 +108,8 @@ class Plot:
     evaluations: list[tuple[float, int, int]] = field(default_factory=list)
     room: int = 1_000
     drains: list[tuple[float, str, float]] = field(default_factory=list)
+    retired: list[tuple[float, str]] = field(default_factory=list)
+    token_s: float = 0.001
     names: tuple[str, ...] = ("store", "dispatcher", "env-0", "env-1", "generator-0", "generator-1")
 
 
@@ -327,12 +332,15 @@ class Stage:
         work = [asyncio.ensure_future(self._supervise(name)) for name in self.plot.names]
         work.append(asyncio.ensure_future(self._keep_informed()))
         work += [asyncio.ensure_future(self._drain(*asked)) for asked in self.plot.drains]
+        work += [asyncio.ensure_future(self._retire(*asked)) for asked in self.plot.retired]
         evaluations = [asyncio.ensure_future(self._evaluate(*asked)) for asked in self.plot.evaluations]
         try:
             await self._publish(0)
             for step in range(1, self.plot.steps + 1):
                 await self._batch(step)
                 await asyncio.sleep(self.dice.uniform(0.0, 0.5))
+                if self.plot.settings.mode == "one-step-off" and step < self.plot.steps:
+                    await self._batch(step + 1)
                 await self._publish(step)
             await asyncio.gather(*evaluations)
             await self._settle()
@@ -375,10 +383,19 @@ class Stage:
         elif name.startswith("env-"):
             await spawn(name, WatchedPool, stage=self)
         else:
-            await spawn(name, Generator, make_engine=lambda name: WatchedEngine(name, self))  # type: ignore[arg-type]
+            await spawn(
+                name,
+                Generator,
+                make_engine=lambda name: WatchedEngine(name, self),  # type: ignore[arg-type]
+                in_flight=plot.settings.in_flight,
+                finish_s=7.5,
+            )
 
     def _of(self, kind: str) -> list[str]:
         return sorted(name for name in self.alive if name.startswith(kind))
+
+    def _ending_pools(self) -> list[str]:
+        return sorted(name for name in self.draining if name.startswith("env-"))
 
     def _weights(self, version: int) -> Weights:
         tensors = {"w": np.full(2, version, np.int32)}
@@ -418,9 +435,10 @@ class Stage:
         assert self.weights is not None
         pools = self._of("env-")
         slots = dict.fromkeys((pool for pool in pools if pool not in self.draining), self.plot.slots)
-        routes = Routes(sorted(name for name, version in self.proved.items() if version == self.weights.version))
+        proved = {name for name, version in self.proved.items() if version == self.weights.version}
+        routes = Routes(sorted(proved - self.draining))
         calls: list[Awaitable[Any]] = [self.context.ref(pool, EnvPool).routes(routes) for pool in pools]
-        calls.append(self.dispatcher.pools(Pools(slots, sorted(self.draining))))
+        calls.append(self.dispatcher.pools(Pools(slots, self._ending_pools())))
         if self.version >= 0:
             calls.append(self.dispatcher.announce(Announce(self.version)))
         for answer in await asyncio.gather(*(within(60.0, "it", call) for call in calls), return_exceptions=True):
@@ -431,7 +449,7 @@ class Stage:
         async def left() -> int | None:
             slots = dict.fromkeys((pool for pool in self._of("env-") if pool not in self.draining), self.plot.slots)
             with suppress(*_PASSING):
-                heard = await within(60.0, "it", self.dispatcher.pools(Pools(slots, sorted(self.draining))))
+                heard = await within(60.0, "it", self.dispatcher.pools(Pools(slots, self._ending_pools())))
                 return heard.left.get(name)
             return None
 
@@ -440,6 +458,20 @@ class Stage:
         self.note(name, "drains")
         await drain(self.context, name, left, limit_s)
         self.note(name, "is drained")
+        self.draining.discard(name)
+
+    async def _retire(self, after: float, name: str) -> None:
+        await asyncio.sleep(after)
+        self.draining.add(name)
+        self.note(name, "hands over")
+        await self._inform()
+        for _ in range(40):
+            with suppress(*_PASSING):
+                health = await within(10.0, "it", self.context.ref(name, Generator).drain(Drain(now=True)))
+                if health.load == 0:
+                    break
+            await asyncio.sleep(0.1)
+        await self.context.kill(name)
         self.draining.discard(name)
 
     async def _batch(self, step: int) -> None:
@@ -551,13 +583,17 @@ class WatchedPool(EnvPool):
 class WatchedEngine(SeededEngine):
     """Writes down what it sampled, for which prompt."""
 
+    def __init__(self, name: str, stage: Stage) -> None:
+        super().__init__(name, stage)  # type: ignore[arg-type]
+        self.token_s = stage.plot.token_s
+
     async def generate(self, request: Generate) -> Generated:
         self.world.note(self.name, f"{request.request} begins")
         await asyncio.sleep(self.world.plot.think)
         answer = await super().generate(request)
         prompt, tokens = tuple(request.prompt.tolist()), tuple(answer.tokens.tolist())
         self.world.run.sampled.add((prompt, tokens, tuple(answer.versions.tolist()), answer.logprobs.tobytes()))
-        self.world.note(self.name, f"{request.request} ends: {len(tokens)} tokens")
+        self.world.note(self.name, f"{request.request} ends: {len(tokens)} tokens, {answer.finish}")
         return answer
 
 
@@ -570,7 +606,7 @@ def played(seed: int, model_folder: Path) -> Run:
     return Stage(drawn(seed), model_folder).play()
 
 
-def _blocks() -> list[Any]:
+def _blocks(quick: int, block_size: int, slow: int) -> list[Any]:
     if only := os.environ.get("TROUPE_SEED"):
         return [pytest.param([int(only)], id=only)]
 
@@ -579,25 +615,33 @@ def _blocks() -> list[Any]:
         group = pytest.mark.xdist_group(f"rollouts-{first}")
         return pytest.param(range(first, first + size), id=f"{first}-{first + size - 1}", marks=[group, *marks])
 
-    quick = [block(first, BLOCK) for first in range(0, QUICK, BLOCK)]
-    return quick + [block(first, SLOW_BLOCK, pytest.mark.slow) for first in range(QUICK, QUICK + SLOW, SLOW_BLOCK)]
+    blocks = [block(first, block_size) for first in range(0, quick, block_size)]
+    return blocks + [block(first, SLOW_BLOCK, pytest.mark.slow) for first in range(quick, quick + slow, SLOW_BLOCK)]
 
 
-def every_seed(law: Callable[[Run], None]) -> Callable[..., None]:
-    """Makes a test of a check that must hold of the run of every seed. A seed that fails says how to replay it."""
+def every_seed_of(
+    play: Callable[[int, Path], Run], quick: int, block_size: int, slow: int
+) -> Callable[[Callable[[Run], None]], Callable[..., None]]:
+    """Makes tests of checks that must hold of the run of every seed. A seed that fails says how to replay it."""
 
-    @pytest.mark.parametrize("seeds", _blocks())
-    def test(seeds: Any, model_folder: Path, request: pytest.FixtureRequest) -> None:
-        for seed in seeds:
-            try:
-                run = played(seed, model_folder)
-                if len(seeds) == 1:
-                    print(*run.trace, sep="\n")
-                law(run)
-            except Exception as error:
-                file = request.path.relative_to(request.config.rootpath)
-                error.add_note(f"seed {seed}; replay it with: TROUPE_SEED={seed} pytest {file}")
-                raise
+    def decorate(law: Callable[[Run], None]) -> Callable[..., None]:
+        @pytest.mark.parametrize("seeds", _blocks(quick, block_size, slow))
+        def test(seeds: Any, model_folder: Path, request: pytest.FixtureRequest) -> None:
+            for seed in seeds:
+                try:
+                    run = play(seed, model_folder)
+                    if len(seeds) == 1:
+                        print(*run.trace, sep="\n")
+                    law(run)
+                except Exception as error:
+                    file = request.path.relative_to(request.config.rootpath)
+                    error.add_note(f"seed {seed}; replay it with: TROUPE_SEED={seed} pytest {file}")
+                    raise
 
-    test.__name__, test.__doc__ = law.__name__, law.__doc__
-    return test
+        test.__name__, test.__doc__ = law.__name__, law.__doc__
+        return test
+
+    return decorate
+
+
+every_seed = every_seed_of(played, QUICK, BLOCK, SLOW)

@@ -148,7 +148,7 @@ def test_metrics_say_what_was_in_the_batch(tiny: str, batch: list[Trajectory]) -
     assert metrics["turns"] == 2
     assert metrics["policy_tokens"] == sum(x.policy_tokens for x in batch)
     assert metrics["tokens"] == sum(len(s.tokens) for x in batch for s in x.samples())
-    assert metrics["staleness_mean"] == 3  # all tokens are of version 0
+    assert metrics["staleness_mean"] == metrics["staleness_max"] == 3 and metrics["staleness_3"] == 1  # all are of version 0
     assert metrics["entropy"] == pytest.approx(math.log(270), rel=0.05)
     assert metrics["lr"] == 3e-3
 
