@@ -101,6 +101,7 @@ class Recorder:
             prompt=np.asarray(prompt, np.int32),
             sampling=sampling,
             seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,
+            group=self._episode.group,
         )
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
@@ -148,6 +148,19 @@ class GeneratorSettings(_Section):
     max_running: int = Field(64, ge=1, description="requests that one replica advances together")
     threads: int = Field(1, ge=1, description="CPU threads of one replica")
     device: str = Field("cpu", description="cpu or cuda")
+    transfer: Literal["object_store", "disk", "nccl"] = Field(
+        "object_store", description="how new weights come from the learner: object_store, or disk (see docs/weights.md)"
+    )
+
+    @field_validator("transfer")
+    @classmethod
+    def _can_be_had(cls, transfer: str) -> str:
+        if transfer == "nccl":
+            raise ValueError(
+                "'nccl', from GPU to GPU, needs learner and generators on CUDA GPUs of their own and a way that this version "
+                "does not have: choose 'object_store'"
+            )
+        return transfer
 
 
 class ColdStartSettings(_Section):

@@ -4,7 +4,9 @@ Promises:
 - `load` with the same config and seed gives the same weights everywhere, whether drawn or read;
 - `tensors_of` is what is published to generators: every parameter once (tied ones under their first name), or only the
   adapters' with LoRA; bfloat16 as an int16 view of the same bits;
-- after `load_tensors(model, t)`, `checksum_of(tensors_of(model)) == checksum_of(t)`, or it raised and changed nothing.
+- after `load_tensors(model, t)`, `checksum_of(tensors_of(model)) == checksum_of(t)`, or it raised and changed nothing;
+- a model that is in use changes between two of its steps by `exchange`, which copies nothing: what `beside` made, in another
+  thread, becomes its parameters.
 """
 
 from __future__ import annotations
@@ -96,13 +98,40 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     Of several ranks that share the model all must ask, and only the first gets them.
     """
     whole = ranks.gathered({name: parameter.detach() for name, parameter in parameters_of(model).items()})
-    return {name: _to_numpy(tensor) for name, tensor in whole.items() if tensor is not None}
+    return arrays_of({name: tensor for name, tensor in whole.items() if tensor is not None})
 
 
 @torch.no_grad()
 def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
     """The inverse of `tensors_of`. Raises CheckpointError naming what is missing, unexpected or mis-shaped."""
     own = parameters_of(model)
+    _check_fit(own, tensors)
+    for name, parameter in own.items():
+        parameter.copy_(ranks.share(_from_numpy(tensors[name], parameter.dtype), parameter))
+
+
+def beside(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """Copies of `tensors` (see `tensors_of`) that can be the model's parameters, on its device, by public name.
+
+    The model is not changed, and may be in use. Raises CheckpointError as `load_tensors` does.
+    """
+    own = parameters_of(model)
+    _check_fit(own, tensors)
+    return {name: _from_numpy(tensors[name], parameter.dtype).to(parameter.device) for name, parameter in own.items()}
+
+
+def exchange(model: torch.nn.Module, others: dict[str, torch.Tensor]) -> None:
+    """Makes `others` (from `beside`) the model's parameters, and its parameters `others`: the same memory, not copies of it."""
+    for name, parameter in parameters_of(model).items():
+        others[name], parameter.data = parameter.data, others[name]
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """What `tensors_of` tells of a model that has these parameters."""
+    return {name: _to_numpy(tensor) for name, tensor in tensors.items()}
+
+
+def _check_fit(own: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
     problems = [f"missing '{name}'" for name in own if name not in tensors]
     problems += [f"unexpected '{name}'" for name in tensors if name not in own]
     for name in own.keys() & tensors.keys():
@@ -113,10 +142,11 @@ def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, A
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"weights are of another model: {'; '.join(sorted(problems)[:5])}{more}")
-    for name, parameter in own.items():
-        source = torch.from_numpy(np.array(tensors[name]))  # a copy: shared memory is read-only, which torch warns of
-        source = source.view(torch.bfloat16) if parameter.dtype == torch.bfloat16 else source
-        parameter.copy_(ranks.share(source, parameter))
+
+
+def _from_numpy(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
+    source = torch.from_numpy(np.array(array))  # a copy: shared memory is read-only, which torch warns of
+    return source.view(torch.bfloat16) if dtype == torch.bfloat16 else source
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

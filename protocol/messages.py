@@ -105,7 +105,10 @@ class Limits:
 @dataclass(slots=True)
 class Generate:
     """Extend `prompt` (token ids, shape [n]). `session` lets the engine keep its KV cache between the turns of one
-    trajectory. The same `seed`, prompt and weights draw the same uniform numbers."""
+    trajectory. The same `seed`, prompt and weights draw the same uniform numbers.
+
+    group: requests of one group begin alike (the members of a training group share a prompt); None: of no group.
+    """
 
     __pydantic_config__ = _CONFIG
     request: str
@@ -113,6 +116,7 @@ class Generate:
     prompt: Int32
     sampling: Sampling
     seed: int = 0
+    group: int | None = None
 
 
 @dataclass(slots=True)
@@ -148,12 +152,18 @@ class EndSession:
 
 @dataclass(slots=True)
 class Weights:
-    """A weight version on its way: `tensors` opens to dict[str, numpy array], `checksum` is `checksum_of` them."""
+    """A weight version on its way: `checksum` is `checksum_of` the tensors, dict[str, numpy array].
+
+    tensors: opens to them, or to the path of a file that holds them (see `actors.transfer`). size: their bytes. packed_s: how
+    long it took to bring them on their way.
+    """
 
     __pydantic_config__ = _CONFIG
     version: int
     checksum: str
     tensors: Blob
+    size: int = 0
+    packed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -230,8 +240,8 @@ class CancelEpisode:
 
 @dataclass(slots=True)
 class Drain:
-    """Take no more episodes and finish those that run. `now`: end them as cancelled. Answered with `Health`; asked again
-    until its load is 0."""
+    """Take no more work and finish what runs. `now`: end it as cancelled (an environment pool). Answered with `Health`; asked
+    again until its load is 0."""
 
     __pydantic_config__ = _CONFIG
     now: bool = False

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from troupe.actors.engines import kv, sampling
-from troupe.learner.model import load_tensors, tensors_of
+from troupe.learner.model import arrays_of, beside, exchange
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TaskFailed, TroupeError
 from troupe.protocol.messages import Generate, Generated
@@ -157,12 +157,22 @@ class LocalEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
         """Takes over `tensors` as `version` between two steps; returns the checksum of what the model then holds.
 
-        Raises CheckpointError if they are of another model; the old weights then stay in use.
+        They are copied and summed beside the sampling; what is between the two steps is only that the copies become the model's
+        parameters. Until then both are in memory. Raises CheckpointError if they are of another model; the old weights then
+        stay in use.
         """
         self._check_alive()
-        held = self._expect()
-        self._inbox.put(lambda: self._take_weights(version, tensors, held))
-        checksum: str = await held
+
+        def copy() -> tuple[dict[str, torch.Tensor], str]:
+            copies = beside(self._model, tensors)
+            return copies, checksum_of(arrays_of(copies))
+
+        copies, checksum = await asyncio.to_thread(copy)
+        self._check_alive()
+        taken = self._expect()
+        self._inbox.put(lambda: self._take_weights(version, copies, taken))
+        await taken
+        self._loop.run_in_executor(None, copies.clear)  # they are the old ones now; it takes time to free gigabytes
         return checksum
 
     def stats(self) -> dict[str, float]:
@@ -317,15 +327,11 @@ class LocalEngine:
         self._abort(lambda _: True)
         self._open = False
 
-    def _take_weights(self, version: int, tensors: Mapping[str, Any], held: asyncio.Future[Any]) -> None:
-        try:
-            load_tensors(self._model, tensors)
-        except TroupeError as error:  # refused before anything was changed
-            self._answers.append((held, error))
-            return
+    def _take_weights(self, version: int, copies: dict[str, torch.Tensor], taken: asyncio.Future[Any]) -> None:
+        exchange(self._model, copies)
         self._cache.weights_changed()
         self.version = version
-        self._answers.append((held, checksum_of(tensors_of(self._model))))
+        self._answers.append((taken, None))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_running:

@@ -37,12 +37,16 @@ from troupe.protocol.trajectory import Trajectory
 
 
 class SeededEngine:
-    """An engine in virtual time. `liar`: probability that a load leaves other weights than were sent."""
+    """An engine in virtual time. `liar`: probability that a load leaves other weights than were sent; it then says nothing but
+    `LIE`. It samples on while what it has loaded is being summed, for `summing_s`."""
+
+    LIE = 201
 
     def __init__(self, name: str, world: SimulatedRun) -> None:
         self.name, self.world = name, world
         self.version = -1
         self.tensors: dict[str, np.ndarray] = {}
+        self.lies = False
 
     async def start(self) -> None:
         await asyncio.sleep(0.1)
@@ -55,7 +59,8 @@ class SeededEngine:
         versions: list[int] = []
         for _ in range(dice.randint(1, request.sampling.max_tokens)):
             await asyncio.sleep(0.001 * self.world.simulation.dice.random())
-            tokens.append(dice.randrange(5, 200))
+            token = dice.randrange(5, 200)
+            tokens.append(self.LIE if self.lies else token)
             versions.append(self.version)
         stop = dice.random() < 0.9
         if stop:
@@ -76,9 +81,11 @@ class SeededEngine:
     async def load_weights(self, version: int, tensors: Any) -> str:
         await asyncio.sleep(0.05 * self.world.simulation.dice.random())
         self.tensors = {name: np.array(value) for name, value in tensors.items()}
-        if self.world.simulation.dice.random() < self.world.liar:
+        self.lies = self.world.simulation.dice.random() < self.world.liar
+        if self.lies:
             self.tensors["w"] = self.tensors["w"] + 1
         self.version = version
+        await asyncio.sleep(self.world.summing_s)
         held = checksum_of(self.tensors)
         self.world.loads.append((self.name, version, held))
         return held
@@ -154,6 +161,7 @@ class SimulatedRun:
     config: RunConfig
     model_folder: Path
     liar: float = 0.0
+    summing_s: float = 0.0
     make_trainer: Callable[[], Trains] | None = None  # None: the digest
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
