@@ -94,7 +94,8 @@ def _step_line(status: RunStatus) -> str:
     return (
         f" step {int(m.get('step', status.step)):>4}/{status.steps}   success {number('success', '.2f')}   "
         f"reward {number('reward_mean')} σ {number('reward_std')}   entropy {number('entropy')}   kl {number('kl', '.4f')}   "
-        f"{_si(m.get('tokens_per_s', 0))} tok/s   {number('seconds', '.1f')} s   actors {int(m.get('actors_alive', 0))}"
+        f"{_si(m.get('tokens_per_s', 0))} tok/s   {number('seconds', '.1f')} s, sync {number('sync_s', '.2f')} s   "
+        f"actors {int(m.get('actors_alive', 0))}"
     )
 
 

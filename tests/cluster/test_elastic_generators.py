@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.time
 
 def test_no_request_is_lost_when_generators_are_added_taken_away_and_killed(tmp_path: Path) -> None:
     recipe, world, run = tmp_path / "elastic.toml", tmp_path / "sleepy.py", tmp_path / "run"
-    recipe.write_text(kills.RECIPE.replace("sleepy.py", str(world)).replace("oversample = 0.5\n", ""))
+    text = kills.RECIPE.replace("sleepy.py", str(world)).replace("oversample = 0.5\n", "")
+    recipe.write_text(text.replace("sleep = 0.2", "sleep = 2.0"))  # long enough for all that is done to it
     world.write_text(kills.WORLD)
     with open(tmp_path / "output", "w+") as output:
         command = [sys.executable, "-m", "troupe", "train", str(recipe), "--run-dir", str(run), "--set", "rollout.attempts=1"]
