@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from troupe.actors import transfer
 from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import Dispatcher
 from troupe.actors.engines.base import Engine
@@ -71,6 +70,8 @@ class Company:
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._deaths: dict[str, list[float]] = {}
         self._retiring: set[str] = set()
+        self._doubt = ""
+        """Why a generator could not prove, last."""
         self._publishing = asyncio.Lock()
         self._scaling = asyncio.Lock()
         self._dispatcher = context.ref("dispatcher", Dispatcher)
@@ -140,7 +141,9 @@ class Company:
         deadline = self._context.clock.now() + RESTART_WINDOW_S
         while not self._provers():
             if self._context.clock.now() > deadline:
-                raise TimedOut(f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s")
+                raise TimedOut(
+                    f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s; last: {self._doubt}"
+                )
             try:
                 newest = await self._refresh_weights(weights)
             except NotReady as error:
@@ -175,7 +178,6 @@ class Company:
         await asyncio.gather(*watchers, return_exceptions=True)
         await asyncio.gather(*(self._context.kill(name) for name in children), return_exceptions=True)
         self._watchers.clear()
-        transfer.clear(self._outbox)
         self.broken.cancel()
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -186,8 +188,9 @@ class Company:
         weights, life = self._weights, len(self._deaths.get(name, ()))
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
-        except (ActorLost, NotReady):
+        except (ActorLost, NotReady) as error:
             self._proved.pop(name, None)  # it is asked again, or replaced by its watcher
+            self._doubt = str(error)
             return
         except TroupeError as error:
             self._proved.pop(name, None)

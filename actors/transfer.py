@@ -1,6 +1,6 @@
 """How weights get from the learner to the generators.
 
-Owns the two ways, and `RUN/weights/` for one of them. Promises:
+Owns the two ways, and `RUN/weights/` for one of them, which the launcher removes in the end. Promises:
 - what arrives are the learner's arrays to the byte (bfloat16 as int16 of the same bits), and only what it publishes: with LoRA
   the adapter alone;
 - copying, writing and summing go on beside other work, on threads;
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 
 from troupe.actors.context import Blobs
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import CheckpointError
+from troupe.protocol.errors import ActorLost, CheckpointError
 from troupe.protocol.messages import Blob, Weights
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -51,7 +50,7 @@ class Disk:
 
     def __init__(self, blobs: Blobs, folder: str) -> None:
         self._blobs, self._folder = blobs, Path(folder)
-        clear(folder)  # of a learner before this one
+        self._newest: Path | None = None
 
     def send(self, version: int, tensors: Arrays) -> Blob:
         from safetensors.numpy import save_file
@@ -61,9 +60,11 @@ class Disk:
         partial = path.with_suffix(".partial")
         save_file(dict(tensors), partial)
         partial.rename(path)
-        # The one before stays: somebody may be reading it.
-        for old in sorted(self._folder.glob("version-*.safetensors"), key=_version)[:-2]:
-            old.unlink()
+        # The one before stays: somebody may be reading it. Of a learner before, the one that is in use is among all of them.
+        for old in self._folder.iterdir() if self._newest else ():
+            if old not in (path, self._newest):
+                old.unlink()
+        self._newest = path
         return self._blobs.put(str(path))
 
 
@@ -81,15 +82,10 @@ async def pack(blobs: Blobs, way: Way, version: int, tensors: Arrays) -> Weights
 
 
 async def fetch(blobs: Blobs, weights: Weights) -> Arrays:
-    """The tensors, perhaps in shared memory: do not write to them. Raises ActorLost if they went with the learner, and
-    CheckpointError for a file that cannot be read."""
+    """The tensors, perhaps in shared memory: do not write to them. Raises ActorLost if they are gone, as they may be after
+    the learner has died, and CheckpointError for a file that cannot be read."""
     found = await blobs.get(weights.tensors)
     return await asyncio.to_thread(_read, found) if isinstance(found, str) else found
-
-
-def clear(folder: str) -> None:
-    """Removes what a run has left on its way."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: str) -> Arrays:
@@ -98,11 +94,7 @@ def _read(path: str) -> Arrays:
 
     try:
         return load_file(path)
+    except FileNotFoundError as error:
+        raise ActorLost(f"'{path}' is not there: {os.uname().nodename} does not see the run folder, or it is gone") from error
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"weights on their way in '{path}' cannot be read ({error}): does {os.uname().nodename} see the run folder there?"
-        ) from error
-
-
-def _version(path: Path) -> int:
-    return int(path.stem.removeprefix("version-"))
+        raise CheckpointError(f"weights on their way in '{path}' cannot be read: {error}") from error

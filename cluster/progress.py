@@ -68,7 +68,7 @@ class Progress:
                 f"{_step_line(status)}   {_spark(status.history)}",
                 f"rollouts {m.get('trajectories', 0):.0f}/step in {pools} pools · version {status.version} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
-                f"staleness {m.get('staleness_mean', 0):.1f}",
+                f"staleness {m.get('staleness_mean', 0):.1f} · sync {m.get('sync_s', 0):.2f} s",
             ]
             if "env_step_s_p50" in m:
                 steps = " · ".join(f"p{q} {seconds(m[f'env_step_s_p{q}'])}" for q in (50, 90, 99))
@@ -94,8 +94,7 @@ def _step_line(status: RunStatus) -> str:
     return (
         f" step {int(m.get('step', status.step)):>4}/{status.steps}   success {number('success', '.2f')}   "
         f"reward {number('reward_mean')} σ {number('reward_std')}   entropy {number('entropy')}   kl {number('kl', '.4f')}   "
-        f"{_si(m.get('tokens_per_s', 0))} tok/s   {number('seconds', '.1f')} s, sync {number('sync_s', '.2f')} s   "
-        f"actors {int(m.get('actors_alive', 0))}"
+        f"{_si(m.get('tokens_per_s', 0))} tok/s   {number('seconds', '.1f')} s   actors {int(m.get('actors_alive', 0))}"
     )
 
 

@@ -18,7 +18,7 @@ from troupe.learner.model import load, parameters_of
 from troupe.learner.tiny import make_tiny
 from troupe.learner.trainer import Trainer
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import CheckpointError
+from troupe.protocol.errors import ActorLost, CheckpointError
 from troupe.protocol.messages import ColdStart, Demonstrations
 
 
@@ -64,35 +64,37 @@ def test_with_lora_only_the_adapter_travels(tiny: str, tmp_path: Path, way: str)
         assert os.path.getsize(tmp_path / "version-0.safetensors") < weights.size + 64 * 1024
 
 
-def test_a_disk_keeps_the_newest_versions_and_forgets_those_of_a_learner_before(tmp_path: Path) -> None:
+def test_a_disk_keeps_the_newest_two_and_those_of_a_learner_before_until_it_has_sent_two(tmp_path: Path) -> None:
     with Simulation(1) as simulation:
 
         async def main(context: Any) -> list[list[str]]:
             left, folder = [], str(tmp_path / "weights")
-            for _ in range(2):
+            for versions in [(8, 9, 10), (7, 8, 9)]:
                 way = transfer.Disk(context.blobs, folder)
-                left.append(os.listdir(folder) if os.path.isdir(folder) else [])
-                for version in (8, 9, 10):
+                for version in versions:
                     way.send(version, {"w": np.full(3, version, np.float32)})
-                left.append(sorted(os.listdir(folder)))
-            transfer.clear(folder)
-            left.append(os.listdir(tmp_path))
+                    left.append(sorted(int(Path(name).stem.removeprefix("version-")) for name in os.listdir(folder)))
             return left
 
-        newest = ["version-10.safetensors", "version-9.safetensors"]
-        assert simulation.run(main) == [[], newest, [], newest, []]
+        assert simulation.run(main) == [[8], [8, 9], [9, 10], [7, 9, 10], [7, 8], [8, 9]]
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["it is gone", "it is cut"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, damage: str) -> None:
     with Simulation(1) as simulation:
 
         async def main(context: Any) -> Any:
             way = transfer.Disk(context.blobs, str(tmp_path))
             weights = await transfer.pack(context.blobs, way, 3, {"w": np.zeros(3, np.float32)})
-            (tmp_path / "version-3.safetensors").unlink()
+            file = tmp_path / "version-3.safetensors"
+            if damage == "it is gone":
+                file.unlink()
+            else:
+                file.write_bytes(file.read_bytes()[:-5])
             return await transfer.fetch(context.blobs, weights)
 
-        with pytest.raises(CheckpointError, match=r"version-3\.safetensors' cannot be read .*does .* see the run folder there"):
+        words = "is not there: .* does not see the run folder" if damage == "it is gone" else "cannot be read"
+        with pytest.raises((CheckpointError, ActorLost), match=rf"version-3\.safetensors' {words}"):
             simulation.run(main)
 
 

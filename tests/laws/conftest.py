@@ -175,10 +175,17 @@ class SimulatedRun:
     simulation: Any = None
 
     def play(
-        self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0, scalings: int = 0
+        self,
+        seed: int,
+        *,
+        crashes: int = 0,
+        chaos: Chaos | None = None,
+        until_s: float = 60.0,
+        scalings: int = 0,
+        scaled: str = "env_actors",
     ) -> None:
         """Runs to the end, killing `crashes` random actors at random moments within `until_s`. scalings: how often one to
-        four pools are asked for within that time; some actor dies in the middle of every second of them."""
+        four of `scaled` are asked for within that time; some actor dies in the middle of every second of them."""
         with Simulation(seed, chaos) as self.simulation:
             dice = random.Random(f"crashes/{seed}")
             moments = sorted(dice.uniform(0.0, until_s) for _ in range(crashes))
@@ -195,7 +202,9 @@ class SimulatedRun:
                 loop = asyncio.get_running_loop()
                 for number, moment in enumerate(sorted(dice.uniform(1.0, until_s) for _ in range(scalings))):
                     await asyncio.sleep(max(0.0, moment - loop.time()))
-                    asking = asyncio.ensure_future(context.ref("director", Director).scale(Scale(dice.randint(1, 4))))
+                    asking = asyncio.ensure_future(
+                        context.ref("director", Director).scale(Scale(**{scaled: dice.randint(1, 4)}))
+                    )
                     if number % 2:
                         await asyncio.sleep(dice.choice([0.05, 0.2, 0.5, 1.0]))
                         self.simulation.crash(dice.choice(sorted(self.simulation.actors)))
