@@ -6,7 +6,8 @@ Owns the actors that the director leads, and the current weight version. Promise
 - a child that dies is started again with back-off and welcomed with all that it must know; more than `max_restarts`
   deaths within `RESTART_WINDOW_S` seconds stop the run, saying whose;
 - children are found again by name, so that a new director takes over the company of the one before (law 7);
-- a child that is scaled away finishes its work first, within a limit. Which pools there are is said by `roster.py`.
+- a child that is scaled away takes no more work and finishes what it has first, within a limit. Which pools there are is said
+  by `roster.py`.
 """
 
 from __future__ import annotations
@@ -63,12 +64,16 @@ class Company:
         self._limits, self._ledger = limits, ledger
         wanted = {"env": config.env.actors, "generator": config.generator.replicas, **ledger.wanted()}
         self._generators_wanted = wanted["generator"]
+        self._outbox = os.path.join(ledger.folder, "weights")
         self.roster = Roster(self, context, config.env, ledger, wanted["env"], limits.episode_s)
         self._weights: Weights | None = None
         self._proved: dict[str, int] = {}
         self._alive: set[str] = set()
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self._deaths: dict[str, list[float]] = {}
+        self._retiring: set[str] = set()
+        self._doubt = ""
+        """Why a generator could not prove, last."""
         self._publishing = asyncio.Lock()
         self._scaling = asyncio.Lock()
         self._dispatcher = context.ref("dispatcher", Dispatcher)
@@ -86,7 +91,7 @@ class Company:
 
     def roll_call(self) -> dict[str, str]:
         """Every child and how it is: "alive", "proved" (a generator that takes work), "proving", "draining" or "dead"."""
-        states = dict.fromkeys(self.roster.draining(), "draining")
+        states = dict.fromkeys([*self.roster.draining(), *sorted(self._retiring)], "draining")
         for name in sorted(self._watchers):
             state = "alive" if name in self._alive else "dead"
             if name.startswith("generator-") and state == "alive":
@@ -120,6 +125,8 @@ class Company:
         trains = self._parts.make_trainer is not None
         await asyncio.gather(*(self.ensure(name) for name in ("store", *(["learner"] if trains else []))))
         generators = [f"generator-{i}" for i in range(self._generators_wanted)]
+        # Those that a director before was sending away when it died: what they run is issued again.
+        await asyncio.gather(*(self._context.kill(name) for name in self._ledger.names("generator-") - set(generators)))
         await asyncio.gather(self.ensure("dispatcher"), *(self.ensure(name) for name in [*self.roster.opening(), *generators]))
         if trains:
             await self.ensure("evaluator")
@@ -136,8 +143,15 @@ class Company:
         deadline = self._context.clock.now() + RESTART_WINDOW_S
         while not self._provers():
             if self._context.clock.now() > deadline:
-                raise TimedOut(f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s")
-            await self._context.blobs.get(weights.tensors)
+                raise TimedOut(
+                    f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s; last: {self._doubt}"
+                )
+            try:
+                newest = await self._refresh_weights(weights)
+            except NotReady as error:
+                raise ActorLost(f"version {weights.version} is gone with the learner: {error}") from error
+            if newest != weights.version:
+                raise ActorLost(f"version {weights.version} is gone with the learner, which is at {newest} again")
             await asyncio.sleep(0.1)
         self.version = weights.version
         self._ledger.note("announced", version=weights.version, checksum=weights.checksum, generators=self._provers())
@@ -152,12 +166,14 @@ class Company:
         if wanted.generators is not None:
             async with self._scaling:
                 self._generators_wanted = wanted.generators
+                self._ledger.note(
+                    "scale", wanted=self.wanted()
+                )  # first: a director that dies now is followed by one that knows
                 await self._scale_generators()
-            self._ledger.note("scale", wanted=self.wanted())
 
     async def close(self) -> None:
         """Ends every child."""
-        children = [*self._watchers, *self.roster.draining()]
+        children = [*self._watchers, *self.roster.draining(), *self._retiring]
         watchers = [*self._watchers.values(), *self.roster.tasks(), *self._routines]
         for watcher in watchers:
             watcher.cancel()
@@ -174,8 +190,9 @@ class Company:
         weights, life = self._weights, len(self._deaths.get(name, ()))
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
-        except (ActorLost, NotReady):
+        except (ActorLost, NotReady) as error:
             self._proved.pop(name, None)  # it is asked again, or replaced by its watcher
+            self._doubt = str(error)
             return
         except TroupeError as error:
             self._proved.pop(name, None)
@@ -197,14 +214,15 @@ class Company:
             with contextlib.suppress(*_PASSING):
                 await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
 
-    async def _refresh_weights(self, wanted: Weights) -> None:
-        """The blob of the current weights is gone if the learner that owned it died: then ask the new one for it."""
-        try:
-            await self._context.blobs.get(wanted.tensors)
-        except ActorLost:
-            found = await within(60.0, "learner.weights", self._context.ref("learner", Learner).weights(GetWeights()))
-            if found.version == wanted.version and self._weights is wanted:
-                self._weights = found
+    async def _refresh_weights(self, wanted: Weights) -> int:
+        """The current weights may be gone, if the learner that sent them died: asks the learner for them again. Returns which
+        version it has."""
+        if self._parts.make_trainer is None:
+            return wanted.version  # they are this process's own
+        found = await within(60.0, "learner.weights", self._context.ref("learner", Learner).weights(GetWeights()))
+        if found.version == wanted.version and self._weights is wanted:
+            self._weights = found
+        return found.version
 
     # -- children ------------------------------------------------------------------------------------------------------
 
@@ -254,6 +272,8 @@ class Company:
                 make_trainer=self._parts.make_trainer,
                 folder=checkpoints,
                 keep=config.keep_checkpoints,
+                way=config.generator.transfer,
+                outbox=self._outbox,
             )
         elif name == "dispatcher":
             pid = await spawn(
@@ -370,29 +390,27 @@ class Company:
 
     async def _scale_generators(self) -> None:
         have, want = set(self.members("generator-")), {f"generator-{i}" for i in range(self._generators_wanted)}
-        for name in sorted(want - have):
-            await self.ensure(name)
-        self._alive -= have - want
-        for name in have - want:
+        await asyncio.gather(*(self.ensure(name) for name in sorted(want - have)))
+        leaving = sorted(have - want)
+        for name in leaving:
+            self.dismiss(name)
             self._proved.pop(name, None)
         await self.inform()
-        for name in sorted(have - want):
-            await self._retire(name)
+        await asyncio.gather(*(self._retire(name) for name in leaving))
         self._ledger.say(f"generators: {len(self.generators())}")
 
     async def _retire(self, name: str) -> None:
-        """Lets the generator hand over its turns, or end them (at most the length of an episode), then ends it."""
-        self.dismiss(name)
+        """Lets a generator hand over its turns, or end them (at most the length of an episode), then ends it."""
+        self._retiring.add(name)
         deadline = self._context.clock.now() + self._limits.episode_s
-        try:
-            while self._context.clock.now() < deadline:
+        while self._context.clock.now() < deadline and await self._context.exists(name):
+            with contextlib.suppress(*_PASSING):
                 health = await within(10.0, f"{name}.drain", self._context.ref(name, Generator).drain(Drain(now=True)))
                 if health.load == 0:
                     break
-                await asyncio.sleep(0.1)
-        except (ActorLost, TimedOut) as error:
-            self._ledger.say(str(error))
+            await asyncio.sleep(0.1)
         await self._context.kill(name)
+        self._retiring.discard(name)
         self._ledger.note("retired", actor=name)
 
 

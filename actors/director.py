@@ -87,6 +87,7 @@ class Director:
         self._heard: Counter[str] = Counter()
         self._latency: latency.Latencies = {}
         self._scalings = 0
+        self._sync_s = 0.0
         self._stop = asyncio.Event()
         self._finished = False
 
@@ -307,7 +308,9 @@ class Director:
                 trained = await within(_STEP_S, "learner.train", self._learner.train(message))
                 if trained.step == batch.step:
                     await self._meet(company, trained.step + 1)
+                    began = self._context.clock.now()
                     await self._publish(company, trained.weights)
+                    self._sync_s = trained.weights.packed_s + self._context.clock.now() - began
                     return trained
                 self._ledger.say(f"the learner replayed step {trained.step} from the store")
             except (ActorLost, NotReady):
@@ -360,6 +363,8 @@ class Director:
             trajectories=count,
             seconds=took,
             waited_s=waited,
+            sync_s=self._sync_s,
+            sync_mb=trained.weights.size / 1e6,
             tokens_per_s=trained.metrics.get("policy_tokens", 0.0) / max(1e-9, took),
             actors_alive=sum(state != "dead" for state in states.values()),
             **busy,

@@ -3,6 +3,8 @@
 Promises:
 - it takes no work before it has proved weights: `load_weights` fails unless the checksum of the tensors that it really
   holds equals the learner's (law 4);
+- no token leaves it that was sampled with weights which it has not proved: an answer waits for the proof, and is none if that
+  fails;
 - a request that asks for weights no older than some version is refused by a replica whose weights are older;
 - an engine that broke takes the actor with it, so that its supervisor replaces both;
 - one load at a time, and each token names the version that sampled it. What becomes of the turns in flight is said by
@@ -22,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from troupe.actors import transfer
 from troupe.actors.context import Context, within
 from troupe.actors.engines.base import Engine
 from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, RemoteError, TimedOut
@@ -45,6 +48,8 @@ class Generator:
         self._engine = make_engine(context.name)
         self._in_flight, self._finish_s = in_flight, finish_s
         self._loading = asyncio.Lock()
+        self._proved = -1
+        """Newest version that it has proved; -1: none, or it failed to."""
         self._flying: Counter[str] = Counter()
         self._landed = asyncio.Event()
         self._open = asyncio.Event()
@@ -57,22 +62,25 @@ class Generator:
 
     async def generate(self, message: Generate) -> Generated:
         """Samples a continuation; see `Engine.generate`. One that is cut short, or to be sampled anew, has finish "abort" and
-        the tokens from which the caller may go on. Raises NotReady when it drains or its weights are too old, and Overloaded
-        while it waits to change them."""
+        the tokens from which the caller may go on. Raises NotReady when it drains, holds no proved weights or too old ones,
+        and Overloaded while it waits to change them."""
         await self._enter(message)
         restarts = self._restarts
         self._flying[message.request] += 1
         try:
             made = await self._engine.generate(message)
+            if restarts != self._restarts or (self._in_flight == "restart" and made.finish == "abort"):
+                return replace(
+                    made, tokens=made.tokens[:0], logprobs=made.logprobs[:0], versions=made.versions[:0], finish="abort"
+                )
+            await self._proof(message, made)
+            return made
         except (RemoteError, ActorLost) as error:
             self._context.die(f"its engine is gone: {error}")
             raise
         finally:
             self._flying -= Counter([message.request])
             self._landed.set()
-        if restarts != self._restarts or (self._in_flight == "restart" and made.finish == "abort"):
-            return replace(made, tokens=made.tokens[:0], logprobs=made.logprobs[:0], versions=made.versions[:0], finish="abort")
-        return made
 
     async def abort(self, message: Abort) -> Ack:
         """Ends a request early; one that is unknown, or over, is ignored."""
@@ -91,7 +99,7 @@ class Generator:
                 raise CheckpointError(
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
-            tensors = await self._context.blobs.get(message.tensors)
+            tensors = await transfer.fetch(self._context.blobs, message)
             try:
                 if message.version > self._engine.version and self._in_flight != "update":
                     self._open.clear()
@@ -103,6 +111,7 @@ class Generator:
                 raise
             finally:
                 self._open.set()
+            self._proved = message.version if held == message.checksum else -1
         if held != message.checksum:
             raise CheckpointError(
                 f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "
@@ -140,10 +149,21 @@ class Generator:
                 raise Overloaded(f"{name} lets its turns in flight end before it takes new weights") from error
         if self._draining:
             raise NotReady(f"{name} takes no more requests: it is being drained")
+        if self._proved < 0:
+            raise NotReady(f"{name} has not proved its weights")
         if self._engine.version < message.min_version:
             raise NotReady(
                 f"{name} holds version {self._engine.version} and '{message.request}' takes none before {message.min_version}"
             )
+
+    async def _proof(self, message: Generate, made: Generated) -> None:
+        """Returns when the weights that sampled `made` are proved."""
+        newest = int(made.versions[-1]) if len(made.versions) else -1
+        if newest > self._proved:
+            async with self._loading:  # until the proof is there, or is not
+                pass
+        if newest > self._proved:
+            raise NotReady(f"{self._context.name} sampled '{message.request}' with weights that it could not prove")
 
     async def _clear(self, cut: bool) -> None:
         """Waits until nothing is in flight, at most `finish_s`. cut: ends it early."""

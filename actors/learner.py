@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from troupe.actors import transfer
 from troupe.actors.context import Context
 from troupe.protocol.arrow import from_table
-from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, NotReady
 from troupe.protocol.messages import (
     ColdStart,
@@ -65,12 +65,24 @@ class Trains(Protocol):
 
 
 class Learner:
-    """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`."""
+    """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`.
 
-    def __init__(self, context: Context, make_trainer: Callable[[], Trains], folder: str, keep: int = 3) -> None:
+    way: how weights travel (`transfer.WAYS`), if they do in files, under `outbox`.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        make_trainer: Callable[[], Trains],
+        folder: str,
+        keep: int = 3,
+        way: str = "object_store",
+        outbox: str = "",
+    ) -> None:
         self._context = context
         self._make = make_trainer
         self._folder, self._keep = folder, keep
+        self._way = transfer.WAYS[way](context.blobs, outbox)
         self._started = False
         self._working = asyncio.Lock()
         self._weights: Weights | None = None
@@ -134,14 +146,13 @@ class Learner:
             return Trained(self._trainer.step, await self._publish(), self._measured)
 
     async def weights(self, message: GetWeights) -> Weights:
-        """The newest weights. Raises NotReady before the cold start."""
+        """The newest weights, without waiting for the step that it may be taking. Raises NotReady before the cold start."""
         if not self._started:
             raise NotReady("the learner has no weights before its cold start")
-        async with self._working:
-            if self._weights is None:
-                await self._publish()
-            assert self._weights is not None
+        if self._weights is not None and self._weights.version == self._trainer.step:
             return self._weights
+        async with self._working:
+            return self._weights or await self._publish()
 
     async def save(self, message: SaveCheckpoint) -> Saved:
         """Writes `checkpoints/step-N`, complete or not at all. Of all there are, the first is kept, from which any step can
@@ -178,9 +189,8 @@ class Learner:
             self._busy += time.monotonic() - max(began, self._since)
 
     async def _publish(self) -> Weights:
-        tensors = dict(await self._work(self._trainer.tensors))
-        checksum = await asyncio.to_thread(checksum_of, tensors)
-        self._weights = Weights(self._trainer.step, checksum, self._context.blobs.put(tensors))
+        tensors = await self._work(self._trainer.tensors)
+        self._weights = await transfer.pack(self._context.blobs, self._way, self._trainer.step, tensors)
         return self._weights
 
 

@@ -102,6 +102,7 @@ class Recorder:
             sampling=sampling,
             seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,
             min_version=self._episode.min_version,
+            group=self._episode.group,
         )
         loop = asyncio.get_running_loop()
         began = loop.time()

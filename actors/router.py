@@ -1,10 +1,13 @@
 """Chooses the generator for each turn. Lives inside every process that samples, so that a turn costs one message.
 
 Owns its own view of who is busy. Promises:
-- a trajectory returns to the replica that holds its cache, unless that replica is gone;
+- a trajectory returns to the replica that holds its cache, unless that replica is gone or full;
+- trajectories of one group, which begin alike, begin on the same replica, whichever process asks, unless that one has clearly
+  more to do than another (`_fair`);
 - a request whose replica died is issued again elsewhere (same prompt, same seed) until its time is up;
 - a turn that its replica cut short goes on from what that one had sampled, wherever there is room; each of its tokens keeps
   its logprob and its version. With stop strings, which could begin before the cut and end after it, it is sampled anew;
+- a replica that is full is passed over; when all are, it waits a little and asks again;
 - a request that its caller gives up is aborted where it runs, so that nothing is sampled for nobody;
 - when no replica takes work it waits for one, at most `patience_s`, and then names the reason.
 """
@@ -26,8 +29,13 @@ from troupe.protocol.messages import Abort, EndSession, Generate, Generated, Rou
 _SESSIONS_KEPT = 65_536
 
 
+def _fair(load: int, least: int) -> bool:
+    """Whether a replica with `load` requests of this process in flight may get one more while another has `least`."""
+    return load <= 1.25 * least + 2
+
+
 class Router:
-    """Least loaded replica first; sessions stick."""
+    """The replica of the group, or the least loaded; sessions stick."""
 
     def __init__(self, context: Context, generate_s: float = 120.0, patience_s: float = 120.0) -> None:
         self._context = context
@@ -51,12 +59,14 @@ class Router:
         reason, tried = "no generator has proved its weights yet", False
         said: list[Generated] = []  # by replicas that cut the turn short
         cut_by = ""
+        full: set[str] = set()
         while True:
-            name = self._choose(request.session)
+            name = self._choose(request.session, request.group, full)
             if self._context.clock.now() >= deadline and (tried or name is None):
                 raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
             if name is None:
-                await self._wait(1.0)
+                await self._wait(0.2 if full else 1.0)
+                full.clear()
                 continue
             tried = True
             self._load[name] += 1
@@ -85,7 +95,7 @@ class Router:
                 self.reissued += 1
             except Overloaded as error:
                 reason = str(error)
-                await self._wait(0.2)
+                full.add(name)
             finally:
                 self._load[name] -= 1
 
@@ -106,13 +116,18 @@ class Router:
         with contextlib.suppress(TroupeError):  # a replica that is gone samples nothing
             await within(10.0, f"{name}.abort", self._context.ref(name, Generator).abort(Abort(request)))
 
-    def _choose(self, session: str) -> str | None:
+    def _choose(self, session: str, group: int | None, full: set[str]) -> str | None:
         home = self._home.get(session)
-        if home in self._names:
+        if home in self._names and home not in full:
             return home
-        if not self._names:
+        names = sorted((name for name in self._names if name not in full), key=lambda name: (len(name), name))
+        if not names:
             return None
-        name = min(self._names, key=lambda n: (self._load[n], n))
+        name = min(names, key=lambda name: self._load[name])
+        if group is not None:
+            # Groups are numbered, so they come to all replicas alike, and every process makes the same choice.
+            theirs = names[group % len(names)]
+            name = theirs if _fair(self._load[theirs], self._load[name]) else name
         if len(self._home) >= _SESSIONS_KEPT:
             self._home.pop(next(iter(self._home)))
         self._home[session] = name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
@@ -203,6 +203,20 @@ class GeneratorSettings(_Section):
     sglang_weights: Literal["tensors", "disk"] = Field("tensors", description="how weights get to the server")
     sglang_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a server may take to start")
     sglang_args: list[str] = Field(default_factory=list, description="further flags of the server")
+
+    transfer: Literal["object_store", "disk", "nccl"] = Field(
+        "object_store", description="how new weights come from the learner: object_store, or disk (see docs/weights.md)"
+    )
+
+    @field_validator("transfer")
+    @classmethod
+    def _can_be_had(cls, transfer: str) -> str:
+        if transfer == "nccl":
+            raise ValueError(
+                "'nccl', from GPU to GPU, needs learner and generators on CUDA GPUs of their own and a way that this version "
+                "does not have: choose 'object_store'"
+            )
+        return transfer
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:

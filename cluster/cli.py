@@ -121,7 +121,8 @@ def scale(
 
     New pools take episodes as soon as they live. A pool that goes takes no new ones, finishes those it has (at most for
     env.drain_s) and is ended; none of them is lost. A run whose recipe has env.min_actors and env.max_actors scales by
-    itself between them, and takes a number by hand within them.
+    itself between them, and takes a number by hand within them. Generators come and go likewise: a new one takes work when it
+    has proved the current weights.
 
     troupe scale runs/frozen_lake-… --pools 4
     """

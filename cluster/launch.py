@@ -312,6 +312,7 @@ def train(
                     return asyncio.run(_lead(config, launched, model_folder, watch or (lambda status: None)))
             finally:
                 announce.unlink(missing_ok=True)
+                shutil.rmtree(folder / "weights", ignore_errors=True)  # what was on its way to generators
 
 
 def place(config: RunConfig) -> None:

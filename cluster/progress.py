@@ -68,7 +68,8 @@ class Progress:
                 f"{_step_line(status)}   {_spark(status.history)}",
                 f"rollouts {m.get('trajectories', 0):.0f}/step in {pools} pools · version {status.version} · "
                 f"generator busy {m.get('generator_busy', 0):.0%} · learner busy {m.get('learner_busy', 0):.0%} · "
-                f"staleness {m.get('staleness_mean', 0):.1f} (max {m.get('staleness_max', 0):.0f})",
+                f"staleness {m.get('staleness_mean', 0):.1f} (max {m.get('staleness_max', 0):.0f}) · "
+                f"sync {m.get('sync_s', 0):.2f} s",
             ]
             if "env_step_s_p50" in m:
                 steps = " · ".join(f"p{q} {seconds(m[f'env_step_s_p{q}'])}" for q in (50, 90, 99))

@@ -29,7 +29,7 @@ def scale(run: str, wanted: Scale, wait_s: float) -> str:
 async def _change(context: Any, run: str, wanted: Scale, wait_s: float) -> str:
     director = context.ref("director", Director)
     deadline = time.monotonic() + wait_s
-    before = _pools(await _status(director))
+    before = await _status(director)
     try:
         await within(wait_s, "director.scale", director.scale(wanted))
     except TimedOut as error:
@@ -38,9 +38,11 @@ async def _change(context: Any, run: str, wanted: Scale, wait_s: float) -> str:
         await asyncio.sleep(_LOOK_S)
     lines = []
     if wanted.env_actors is not None:
-        lines.append(f"pools {before} → {_pools(status)}")
+        lines.append(f"pools {_count(before, 'env-')} → {_count(status, 'env-')}")
+    if wanted.generators is not None:
+        lines.append(f"generators {_count(before, 'generator-')} → {_count(status, 'generator-')}")
     if leaving := _draining(status):
-        lines.append(f"still finishing their episodes: {', '.join(leaving)} (the run ends them)")
+        lines.append(f"still finishing what they run: {', '.join(leaving)} (the run ends them)")
     lines.append("actors: " + ", ".join(sorted(name for name, state in status.actors.items() if state != "draining")))
     return "\n".join(lines)
 
@@ -54,5 +56,5 @@ def _draining(status: RunStatus) -> list[str]:
     return sorted(name for name, state in status.actors.items() if state == "draining")
 
 
-def _pools(status: RunStatus) -> int:
-    return sum(name.startswith("env-") and state != "draining" for name, state in status.actors.items())
+def _count(status: RunStatus, kind: str) -> int:
+    return sum(name.startswith(kind) and state != "draining" for name, state in status.actors.items())

@@ -24,7 +24,7 @@ from troupe.learner.model import restore_model, save_model, saved_weights, tenso
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(slots=True)

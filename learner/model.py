@@ -4,7 +4,9 @@ Promises:
 - `load` with the same config and seed gives the same weights everywhere, whether drawn or read;
 - `tensors_of` is what is published to generators: every parameter once (tied ones under their first name), or only the
   adapters' with LoRA; bfloat16 as an int16 view of the same bits;
-- after `load_tensors(model, t)`, `checksum_of(tensors_of(model)) == checksum_of(t)`, or it raised and changed nothing.
+- after `load_tensors(model, t)`, `checksum_of(tensors_of(model)) == checksum_of(t)`, or it raised and changed nothing;
+- a model that is in use changes between two of its steps by `exchange`, which copies nothing: what `beside` made, in another
+  thread, becomes its parameters.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     Of several ranks that share the model all must ask, and only the first gets them.
     """
     whole = ranks.gathered({name: parameter.detach() for name, parameter in parameters_of(model).items()})
-    return {name: _to_numpy(tensor) for name, tensor in whole.items() if tensor is not None}
+    return arrays_of({name: tensor for name, tensor in whole.items() if tensor is not None})
 
 
 def check_fits(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -139,6 +141,27 @@ def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, A
     check_fits(model, tensors)
     for name, parameter in parameters_of(model).items():
         parameter.copy_(ranks.share(to_torch(tensors[name], parameter.dtype), parameter))
+
+
+def beside(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
+    """Copies of `tensors` (see `tensors_of`) that can be the model's parameters, on its device, by public name.
+
+    The model is not changed, and may be in use. Raises CheckpointError as `load_tensors` does.
+    """
+    check_fits(model, tensors)
+    own = parameters_of(model)
+    return {name: to_torch(tensors[name], parameter.dtype).to(parameter.device) for name, parameter in own.items()}
+
+
+def exchange(model: torch.nn.Module, others: dict[str, torch.Tensor]) -> None:
+    """Makes `others` (from `beside`) the model's parameters, and its parameters `others`: the same memory, not copies of it."""
+    for name, parameter in parameters_of(model).items():
+        others[name], parameter.data = parameter.data, others[name]
+
+
+def arrays_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """What `tensors_of` tells of a model that has these parameters."""
+    return {name: _to_numpy(tensor) for name, tensor in tensors.items()}
 
 
 def to_torch(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:

@@ -106,7 +106,10 @@ class Limits:
 class Generate:
     """Extend `prompt` (token ids, shape [n]). `session` lets the engine keep its KV cache between the turns of one
     trajectory. The same `seed`, prompt and weights draw the same uniform numbers. A replica whose weights are older than
-    `min_version` refuses it."""
+    `min_version` refuses it.
+
+    group: requests of one group begin alike (the members of a training group share a prompt); None: of no group.
+    """
 
     __pydantic_config__ = _CONFIG
     request: str
@@ -115,6 +118,7 @@ class Generate:
     sampling: Sampling
     seed: int = 0
     min_version: int = -1
+    group: int | None = None
 
 
 @dataclass(slots=True)
@@ -150,12 +154,18 @@ class EndSession:
 
 @dataclass(slots=True)
 class Weights:
-    """A weight version on its way: `tensors` opens to dict[str, numpy array], `checksum` is `checksum_of` them."""
+    """A weight version on its way: `checksum` is `checksum_of` the tensors, dict[str, numpy array].
+
+    tensors: opens to them, or to the path of a file that holds them (see `actors.transfer`). size: their bytes. packed_s: how
+    long it took to bring them on their way.
+    """
 
     __pydantic_config__ = _CONFIG
     version: int
     checksum: str
     tensors: Blob
+    size: int = 0
+    packed_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -29,6 +29,8 @@ import torch
 from troupe.actors.engines import admission, sampling, stepping
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.scoring import Scoring
+from troupe.learner.model import arrays_of, beside
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TroupeError
 from troupe.protocol.messages import Generate, Generated
 
@@ -173,18 +175,27 @@ class LocalEngine:
     async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
         """Takes over `tensors` as `version` between two steps; returns the checksum of what the model then holds.
 
-        Raises CheckpointError if they are of another model; the old weights then stay in use.
+        They are copied and summed beside the sampling; what is between the two steps is only that the copies become the model's
+        parameters. Until then both are in memory. Raises CheckpointError if they are of another model; the old weights then
+        stay in use.
         """
         self._check_alive()
-        held = self._expect()
 
-        def taken(answer: str | TroupeError) -> None:
-            if isinstance(answer, str):
-                self.version = version
-            _settle(held, answer)
+        def copy() -> tuple[dict[str, torch.Tensor], str]:
+            copies = beside(self._stepper.model, tensors)
+            return copies, checksum_of(arrays_of(copies))
 
-        self._stepper.tell(lambda: self._stepper.load_weights(version, tensors, taken))
-        checksum: str = await held
+        copies, checksum = await asyncio.to_thread(copy)
+        self._check_alive()
+        taken = self._expect()
+
+        def took(_: Any) -> None:
+            self.version = version
+            _settle(taken, None)
+
+        self._stepper.tell(lambda: self._stepper.exchange_weights(version, copies, took))
+        await taken
+        self._loop.run_in_executor(None, copies.clear)  # they are the old ones now; it takes time to free gigabytes
         return checksum
 
     async def check(self) -> None:

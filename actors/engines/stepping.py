@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,7 @@ from troupe.actors.engines import kv, sampling
 from troupe.actors.engines.attention import ATTENTION, Feed
 from troupe.actors.engines.base import Pause, Piece
 from troupe.actors.engines.scoring import Scoring
-from troupe.learner.model import load_tensors, tensors_of
-from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import TroupeError
+from troupe.learner.model import exchange
 from troupe.protocol.messages import Generate, Generated
 from troupe.protocol.trajectory import Finish
 
@@ -168,18 +166,14 @@ class Stepper:
         """It is scored a piece at a time, between steps."""
         self._scoring.append(scoring)
 
-    def load_weights(self, version: int, tensors: Mapping[str, Any], held: Callable[[Any], None]) -> None:
-        """Takes over `tensors`; answers with the checksum of what is held, or with why it is not."""
-        try:
-            load_tensors(self._model, tensors)
-        except TroupeError as error:  # refused before anything was changed
-            self._answers.append((held, error))
-            return
+    def exchange_weights(self, version: int, copies: dict[str, torch.Tensor], taken: Callable[[Any], None]) -> None:
+        """Makes `copies` (from `beside`) the model's parameters, and its parameters `copies`."""
+        exchange(self.model, copies)
         self._cache.weights_changed()
         for scoring in self._scoring:
             scoring.restart()
         self.version = version
-        self._answers.append((held, checksum_of(tensors_of(self._model))))
+        self._answers.append((taken, None))
 
     def shut(self) -> None:
         """Ends what is in flight, and then the thread."""
@@ -191,7 +185,7 @@ class Stepper:
     def _adopt(self, model: Any) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         base.set_attn_implementation(ATTENTION)
-        self._model = model.to(self._device).eval()
+        self.model = model.to(self._device).eval()
         self.context = min(int(base.config.max_position_embeddings), self._cache.max_tokens)
         self.vocabulary = int(base.get_input_embeddings().num_embeddings)
 
@@ -247,7 +241,7 @@ class Stepper:
 
     def _logits(self, feed: Feed, at: torch.Tensor) -> torch.Tensor:
         """Those of the tokens at `at`, shape [len(at), vocabulary]."""
-        logits: torch.Tensor = self._model(
+        logits: torch.Tensor = self.model(
             input_ids=feed.ids, position_ids=feed.positions, use_cache=False, logits_to_keep=at, feed=feed
         ).logits
         return logits[0]

@@ -54,8 +54,8 @@ def play(how: dict[str, str], work: Any, **settings: float) -> tuple[Any, list[t
         return simulation.run(main), log
 
 
-def ask(request: str = "r", session: str = "s", **sampling: Any) -> Generate:
-    return Generate(request, session, np.zeros(3, np.int32), Sampling(**sampling))
+def ask(request: str = "r", session: str = "s", group: int | None = None, **sampling: Any) -> Generate:
+    return Generate(request, session, np.zeros(3, np.int32), Sampling(**sampling), group=group)
 
 
 def test_a_session_stays_where_its_cache_is_and_new_ones_go_to_the_least_loaded():
@@ -67,6 +67,40 @@ def test_a_session_stays_where_its_cache_is_and_new_ones_go_to_the_least_loaded(
 
     names, _ = play({"generator-0": "fine", "generator-1": "fine"}, work)
     assert sorted(names) == ["generator-0"] * 2 + ["generator-1"] * 2
+
+
+def test_a_group_begins_on_one_replica_whichever_process_asks_and_groups_are_spread():
+    fine = dict.fromkeys(["generator-0", "generator-1", "generator-2"], "fine")
+
+    async def work(router: Router) -> dict[int, set[str]]:
+        other = Router(router._context)
+        other.set_routes(Routes(list(reversed(fine))))
+        asked = [(g, n) for n in range(4) for g in (70_000, 70_001, 70_002)]
+        made = await asyncio.gather(*((router, other)[n % 2].generate(ask(f"{g}/{n}", f"{g}/{n}", g)) for g, n in asked))
+        return {g: {m.generator for m, (of, _) in zip(made, asked, strict=True) if of == g} for g, _ in asked}
+
+    homes, _ = play(fine, work)
+    assert all(len(names) == 1 for names in homes.values()) and len(set.union(*homes.values())) == 3
+
+
+def test_a_group_leaves_a_replica_that_has_clearly_more_to_do():
+    async def work(router: Router) -> list[str]:
+        made = await asyncio.gather(*(router.generate(ask(f"r{n}", f"s{n}", 4)) for n in range(40)))
+        return [m.generator for m in made]
+
+    names, _ = play({"generator-0": "fine", "generator-1": "fine"}, work)
+    theirs, least = names.count("generator-0"), names.count("generator-1")
+    assert names[:3] == ["generator-0"] * 3 and least < theirs <= 1.25 * least + 3
+
+
+def test_a_session_leaves_a_replica_that_is_full():
+    async def work(router: Router) -> list[str]:
+        router._home["s"] = "generator-0"
+        return [(await router.generate(ask("r", "s"))).generator, (await router.generate(ask("q", "s"))).generator]
+
+    names, log = play({"generator-0": "is full", "generator-1": "fine"}, work)
+    assert names == ["generator-1"] * 2
+    assert log == [("generator-0", "r"), ("generator-1", "r"), ("generator-1", "q")]
 
 
 @pytest.mark.parametrize("how", ["refuses", "cuts short at once"])

@@ -38,7 +38,10 @@ from troupe.protocol.trajectory import Finish, Trajectory
 
 
 class SeededEngine:
-    """An engine in virtual time. `liar`: probability that a load leaves other weights than were sent."""
+    """An engine in virtual time. `liar`: probability that a load leaves other weights than were sent; it then says nothing but
+    `LIE`. It samples on while what it has loaded is being summed, for `summing_s`."""
+
+    LIE = 201
 
     def __init__(self, name: str, world: SimulatedRun) -> None:
         self.name, self.world = name, world
@@ -47,6 +50,7 @@ class SeededEngine:
         self.running: set[str] = set()
         self.token_s = 0.001
         """Seconds that a token takes at most."""
+        self.lies = False
 
     async def start(self) -> None:
         await asyncio.sleep(0.1)
@@ -64,7 +68,8 @@ class SeededEngine:
             if request.request not in self.running:
                 finish = "abort"
                 break
-            tokens.append(dice.randrange(5, 200))
+            token = dice.randrange(5, 200)
+            tokens.append(self.LIE if self.lies else token)
             versions.append(self.version)
         self.running.discard(request.request)
         if finish != "abort" and dice.random() < 0.9:
@@ -84,9 +89,11 @@ class SeededEngine:
     async def load_weights(self, version: int, tensors: Any) -> str:
         await asyncio.sleep(0.05 * self.world.simulation.dice.random())
         self.tensors = {name: np.array(value) for name, value in tensors.items()}
-        if self.world.simulation.dice.random() < self.world.liar:
+        self.lies = self.world.simulation.dice.random() < self.world.liar
+        if self.lies:
             self.tensors["w"] = self.tensors["w"] + 1
         self.version = version
+        await asyncio.sleep(self.world.summing_s)
         held = checksum_of(self.tensors)
         self.world.loads.append((self.name, version, held))
         return held
@@ -163,6 +170,7 @@ class SimulatedRun:
     config: RunConfig
     model_folder: Path
     liar: float = 0.0
+    summing_s: float = 0.0
     make_trainer: Callable[[], Trains] | None = None  # None: the digest
     trained: list[tuple[int, list[str]]] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
@@ -176,10 +184,17 @@ class SimulatedRun:
     simulation: Any = None
 
     def play(
-        self, seed: int, *, crashes: int = 0, chaos: Chaos | None = None, until_s: float = 60.0, scalings: int = 0
+        self,
+        seed: int,
+        *,
+        crashes: int = 0,
+        chaos: Chaos | None = None,
+        until_s: float = 60.0,
+        scalings: int = 0,
+        scaled: str = "env_actors",
     ) -> None:
         """Runs to the end, killing `crashes` random actors at random moments within `until_s`. scalings: how often one to
-        four pools are asked for within that time; some actor dies in the middle of every second of them."""
+        four of `scaled` are asked for within that time; some actor dies in the middle of every second of them."""
         with Simulation(seed, chaos) as self.simulation:
             dice = random.Random(f"crashes/{seed}")
             moments = sorted(dice.uniform(0.0, until_s) for _ in range(crashes))
@@ -196,7 +211,9 @@ class SimulatedRun:
                 loop = asyncio.get_running_loop()
                 for number, moment in enumerate(sorted(dice.uniform(1.0, until_s) for _ in range(scalings))):
                     await asyncio.sleep(max(0.0, moment - loop.time()))
-                    asking = asyncio.ensure_future(context.ref("director", Director).scale(Scale(dice.randint(1, 4))))
+                    asking = asyncio.ensure_future(
+                        context.ref("director", Director).scale(Scale(**{scaled: dice.randint(1, 4)}))
+                    )
                     if number % 2:
                         await asyncio.sleep(dice.choice([0.05, 0.2, 0.5, 1.0]))
                         self.simulation.crash(dice.choice(sorted(self.simulation.actors)))

@@ -46,6 +46,21 @@ def test_a_run_whose_pools_come_and_go_trains_exactly_what_a_still_one_trains(si
     assert len(moved.events("scale")) >= 2
 
 
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 20))])
+def test_a_run_whose_generators_come_and_go_trains_exactly_what_a_still_one_trains(simulated_run, seed):
+    """Actors die while generators start and drain; weights travel in files; every episode is stored once."""
+    still = simulated_run()
+    still.play(0)
+    moved = simulated_run(generator__transfer="disk", env__options={"turns": 2, "sleep": 1.5})
+    moved.play(seed, crashes=3, until_s=25.0, scalings=6, scaled="generators")
+    assert moved.weights() == still.weights(), moved.crashes
+    rows = RunFolder(moved.folder).trajectories().select(["id", "trains"]).to_pylist()
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert sum(row["trains"] for row in rows) == 4 * 2 * 3
+    assert len(moved.events("scale")) >= 2 and moved.events("retired")
+    assert len(list((moved.folder / "weights").iterdir())) <= 4
+
+
 def test_pools_follow_the_load_and_every_change_is_told(simulated_run):
     run = simulated_run(**COMING_AND_GOING, env__options={"turns": 2, "sleep": 2.0}, steps=5)
     run.play(0)

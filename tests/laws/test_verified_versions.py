@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+import troupe
+from tests.laws.conftest import SeededEngine
+from troupe.protocol.trajectory import POLICY
+
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_no_trained_token_is_older_than_the_staleness_budget(simulated_run, max_staleness):
@@ -16,7 +20,9 @@ def test_no_trained_token_is_older_than_the_staleness_budget(simulated_run, max_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_generator_that_holds_other_weights_than_were_sent_is_replaced_before_it_works(simulated_run, seed):
-    run = simulated_run(liar=0.4)
+    busy = {"env__slots": 2, "env__options": {"turns": 2, "sleep": 1.0}, "rollout__max_staleness": 2, "eval__tasks": 0}
+    run = simulated_run(liar=0.4, max_restarts=100, **busy)
+    run.summing_s = 1.0
     run.play(seed)
     journal = [json.loads(line) for line in (run.folder / "journal.jsonl").read_text().splitlines()]
     announced = {row["version"]: row["checksum"] for row in journal if row["event"] == "announced"}
@@ -25,3 +31,7 @@ def test_a_generator_that_holds_other_weights_than_were_sent_is_replaced_before_
     assert any(row["event"] == "died" and row["actor"].startswith("generator") for row in journal)
     assert run.summary()["finished"]
     assert all(row["generators"] for row in journal if row["event"] == "announced")
+    assert any(SeededEngine.LIE in tokens for _, _, tokens in run.sampled), "the seed must let a liar speak unproved"
+    nodes = [node for row in troupe.open(str(run.folder)).trajectories().column("nodes").to_pylist() for node in row]
+    heard = {t for node in nodes for t, p in zip(node["tokens"], node["provenance"], strict=True) if p == POLICY}
+    assert heard and SeededEngine.LIE not in heard, "tokens of weights that were not proved were heard"

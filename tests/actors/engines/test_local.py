@@ -1,6 +1,7 @@
 """What the embedded engine adds to the contract: reuse between turns, bounded memory, and models that it refuses."""
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from troupe.actors.engines import sampling, stepping
+from troupe.actors.engines import local, sampling, stepping
 from troupe.actors.engines.local import LocalEngine
 from troupe.actors.engines.scoring import Scoring
 from troupe.learner.model import tensors_of
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed
 from troupe.protocol.messages import Generate, Generated, Sampling
 
@@ -109,6 +111,38 @@ def test_weights_that_change_free_what_was_kept_for_sessions() -> None:
         assert engine.stats()["sessions"] == 1
         await engine.load_weights(1, tensors_of(build()))
         assert engine.stats()["sessions"] == 0
+        await engine.close()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("work", ["beside", "checksum_of"])
+def test_sampling_goes_on_while_new_weights_are_copied_and_summed(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = build()
+    with torch.no_grad():
+        next(new.parameters()).add_(0.5)
+    sampled_meanwhile = threading.Event()
+    real = getattr(local, work)
+
+    def long(*arguments: Any) -> Any:
+        assert sampled_meanwhile.wait(60), "nothing is sampled while weights are on their way"
+        return real(*arguments)
+
+    async def go() -> None:
+        engine = await ready()
+        monkeypatch.setattr(local, work, long)
+        running = asyncio.ensure_future(turn(engine, "s", [1, 2, 3], max_tokens=900))
+        loading = asyncio.ensure_future(engine.load_weights(1, tensors_of(new)))
+        before = engine.stats()["tokens"]
+        while engine.stats()["tokens"] < before + 20:
+            await asyncio.sleep(0.001)
+        assert engine.version == 0 and not loading.done()
+        sampled_meanwhile.set()
+        held = await loading
+        assert engine.version == 1 and held == checksum_of(tensors_of(new)) == checksum_of(tensors_of(engine._model))
+        await engine.abort("r")
+        versions = (await running).versions.tolist()
+        assert versions == sorted(versions) and versions[0] == 0
         await engine.close()
 
     asyncio.run(go())
