@@ -36,7 +36,8 @@ from troupe.learner.config import ModelConfig
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TimedOut, TroupeError
 from troupe.protocol.messages import Generate, Generated
 
-_CALL_S, _LOAD_S = 60.0, 600.0
+_CALL_S, _LOAD_S = 150.0, 600.0
+"""Longer than one step may take on a busy CPU: the server answers between two of them."""
 _LOOK_S = 15.0
 """A server with requests in flight is looked after this often."""
 

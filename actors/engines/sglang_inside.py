@@ -28,6 +28,7 @@ from typing import Any
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]  # our sglang.py is not theirs
 os.environ.setdefault("SGLANG_ENABLE_NAN_LOGITS_CHECK", "1")
+os.environ.setdefault("SGLANG_HEALTH_CHECK_TIMEOUT", "120")  # seconds; one step of a long prompt on a CPU is no illness
 os.environ.setdefault("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "0")  # a server that broke ends at once, not a minute later
 os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # room for one token more than the last position

@@ -58,8 +58,8 @@ def journal(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def await_event(run: Path, process: subprocess.Popen[str], **wanted: Any) -> dict[str, Any]:
-    deadline = time.monotonic() + 240
+def await_event(run: Path, process: subprocess.Popen[str], *, limit_s: float = 240, **wanted: Any) -> dict[str, Any]:
+    deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and process.poll() is None:
         for row in journal(run):
             if all(row.get(key) == value for key, value in wanted.items()):
