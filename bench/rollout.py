@@ -50,6 +50,7 @@ from troupe.actors.settings import RolloutSettings
 from troupe.actors.store import Store
 from troupe.cluster.launch import ray_session
 from troupe.learner.tiny import make_tiny
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.messages import (
     Ack,
     Announce,
@@ -66,6 +67,7 @@ from troupe.protocol.messages import (
     Routes,
     RunEpisode,
     Sampling,
+    Weights,
 )
 from troupe.protocol.trajectory import Task
 
@@ -108,7 +110,7 @@ class FixedEngine:
     """
 
     def __init__(self, answer: list[int], seconds: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.version = 0
+        self.version = -1
         self._tokens = np.asarray(answer, np.int32)
         self._logprobs = np.full(len(answer), -1.0, np.float32)
         self._versions = np.zeros(len(answer), np.int32)
@@ -120,6 +122,10 @@ class FixedEngine:
 
     async def start(self) -> None:
         return
+
+    async def load_weights(self, version: int, tensors: Any) -> str:
+        self.version = version
+        return checksum_of(tensors)
 
     async def generate(self, request: Generate) -> Generated:
         before = self._answered.get(request.session)
@@ -386,8 +392,10 @@ class Bench:
     async def _generators(self, rollouts: Rollouts, name: str, seconds: tuple[float, float]) -> list[str]:
         """Two generators, to which all turns go from now on."""
         names = [f"{name}-{number}" for number in range(2)]
+        weights = Weights(0, checksum_of({}), rollouts.context.blobs.put({}))
         for generator in names:
             await rollouts.spawn(generator, Probed, make_engine=partial(_engine, answer=self.answer, seconds=seconds))
+            await rollouts.actor(generator).load_weights(weights)
         await rollouts.route(names)
         return names
 
