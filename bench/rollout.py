@@ -50,6 +50,7 @@ from troupe.actors.settings import RolloutSettings
 from troupe.actors.store import Store
 from troupe.cluster.launch import ray_session
 from troupe.learner.tiny import make_tiny
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.messages import (
     Ack,
     Announce,
@@ -66,6 +67,7 @@ from troupe.protocol.messages import (
     Routes,
     RunEpisode,
     Sampling,
+    Weights,
 )
 from troupe.protocol.trajectory import Task
 
@@ -101,6 +103,10 @@ def main(
 # -- the engine, and calls without anything around them --------------------------------------------------------------
 
 
+FRESH = 1_000_000
+"""A version as new as any step asks for."""
+
+
 class FixedEngine:
     """Gives every request the same answer, after `seconds` (drawn by the request's seed between the two).
 
@@ -108,10 +114,10 @@ class FixedEngine:
     """
 
     def __init__(self, answer: list[int], seconds: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.version = 1_000_000  # as fresh as any step asks for
+        self.version = -1
         self._tokens = np.asarray(answer, np.int32)
         self._logprobs = np.full(len(answer), -1.0, np.float32)
-        self._versions = np.full(len(answer), self.version, np.int32)
+        self._versions = np.full(len(answer), FRESH, np.int32)
         self._seconds = seconds
         self._answered: dict[str, float] = {}
         self.gaps: list[float] = []
@@ -120,6 +126,10 @@ class FixedEngine:
 
     async def start(self) -> None:
         return
+
+    async def load_weights(self, version: int, tensors: Any) -> str:
+        self.version = version
+        return checksum_of(tensors)
 
     async def generate(self, request: Generate) -> Generated:
         before = self._answered.get(request.session)
@@ -386,8 +396,10 @@ class Bench:
     async def _generators(self, rollouts: Rollouts, name: str, seconds: tuple[float, float]) -> list[str]:
         """Two generators, to which all turns go from now on."""
         names = [f"{name}-{number}" for number in range(2)]
+        weights = Weights(FRESH, checksum_of({}), rollouts.context.blobs.put({}))
         for generator in names:
             await rollouts.spawn(generator, Probed, make_engine=partial(_engine, answer=self.answer, seconds=seconds))
+            await rollouts.actor(generator).load_weights(weights)
         await rollouts.route(names)
         return names
 

@@ -27,6 +27,7 @@ from troupe.actors.store import Store
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.envs.drive import Driver
 from troupe.learner.tiny import make_tiny
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.messages import (
     Ack,
     Announce,
@@ -44,6 +45,7 @@ from troupe.protocol.messages import (
     Routes,
     RunEpisode,
     Sampling,
+    Weights,
 )
 
 GROUP = 8
@@ -54,10 +56,14 @@ ANSWER = [10, 11, 12, 2]
 class FixedEngine:
     """Always says the same, with the newest weights that there will ever be."""
 
-    version = 1_000
+    version = -1
 
     async def start(self) -> None:
         return
+
+    async def load_weights(self, version: int, tensors: Any) -> str:
+        self.version = version
+        return checksum_of(tensors)
 
     async def generate(self, request: Generate) -> Generated:
         n = len(ANSWER)
@@ -128,6 +134,7 @@ class Rollouts:
         generators = ["generator-0", "generator-1"]
         for name in generators:
             await context.spawn(name, Generator, make_engine=lambda name: FixedEngine())
+            await context.ref(name, Generator).load_weights(Weights(1_000, checksum_of({}), context.blobs.put({})))
         for name, slots in self.slots.items():
             await context.spawn(name, EnvPool, world="echo", options=options, model_folder=model, slots=slots)
             await context.ref(name, EnvPool).routes(Routes(generators))

@@ -24,7 +24,7 @@ from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.messages import ColdStart, Demonstrations, Generate, Sampling
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def engine_maker(model: ModelConfig, faults: Path) -> Any:

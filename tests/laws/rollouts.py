@@ -270,6 +270,7 @@ class Stage:
         self.limits = Limits(max_turns=8, episode_s=30.0, env_step_s=3.0, generate_s=15.0)
         self.weights: Weights | None = None
         self.liar, self.loads, self.sampled = 0.0, [], []  # type: ignore[var-annotated]  # what an engine wants to know and say
+        self.summing_s = 0.0
 
     def play(self) -> Run:
         """Runs to the end: all steps trained, all evaluations heard, nothing in flight, or the run is broken."""
