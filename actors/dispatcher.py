@@ -288,6 +288,8 @@ class Dispatcher:
             used=used,
             slots=slots,
             moved=self._moved,
+            granted=self._permits.granted,
+            queued_s=self._permits.waited,
         )
 
     async def health(self, message: Ping) -> Health:

@@ -11,12 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 
 from troupe.actors.context import Context
 from troupe.actors.engines.base import Engine
 from troupe.protocol.errors import ActorLost, CheckpointError, RemoteError
-from troupe.protocol.messages import Abort, Ack, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+from troupe.protocol.messages import (
+    Abort,
+    Ack,
+    EndSession,
+    Generate,
+    Generated,
+    GetSpans,
+    Health,
+    Ping,
+    Spans,
+    Weights,
+    WeightsHeld,
+)
+from troupe.protocol.spans import InFlight, SpanLog
 
 
 class Generator:
@@ -26,6 +40,10 @@ class Generator:
         self._context = context
         self._engine = make_engine(context.name)
         self._loading = asyncio.Lock()
+        self._log = SpanLog(context.clock.now)
+        self._requests = InFlight(self._log, "sampling", "requests in flight")
+        self._looked = context.clock.now()
+        self._looking = threading.Lock()  # health is answered on a thread of its own
 
     async def start(self) -> None:
         await self._engine.start()
@@ -33,7 +51,8 @@ class Generator:
     async def generate(self, message: Generate) -> Generated:
         """Samples a continuation; see `Engine.generate`."""
         try:
-            return await self._engine.generate(message)
+            with self._requests:
+                return await self._engine.generate(message)
         except (RemoteError, ActorLost) as error:
             self._context.die(f"its engine is gone: {error}")
             raise
@@ -55,8 +74,9 @@ class Generator:
                 raise CheckpointError(
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
-            tensors = await self._context.blobs.get(message.tensors)
-            held = await self._engine.load_weights(message.version, tensors)
+            with self._log.of("load weights", track="weights", version=message.version):
+                tensors = await self._context.blobs.get(message.tensors)
+                held = await self._engine.load_weights(message.version, tensors)
         if held != message.checksum:
             raise CheckpointError(
                 f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "
@@ -65,8 +85,8 @@ class Generator:
         return WeightsHeld(self._context.name, message.version, held)
 
     async def health(self, message: Ping) -> Health:
-        """Load, busy share and tokens so far."""
-        stats = self._engine.stats()
+        """Load, busy share since somebody last looked, and tokens so far."""
+        stats = self._look()
         return Health(
             self._context.name,
             os.getpid(),
@@ -74,3 +94,17 @@ class Generator:
             busy=float(stats.get("busy", 0.0)),
             detail={"version": self._engine.version, "tokens": stats.get("tokens", 0.0)},
         )
+
+    async def spans(self, message: GetSpans) -> Spans:
+        """When there were requests in flight and weights came; of the totals, "busy" is the engine's own."""
+        self._look()
+        self._requests.cut()
+        return self._log.told(self._context.name, message)
+
+    def _look(self) -> dict[str, float]:
+        """The engine's figures; its busy share is of the time since the last look, whoever that was."""
+        with self._looking:
+            stats, now = self._engine.stats(), self._context.clock.now()
+            self._log.tally("busy", stats.get("busy", 0.0) * max(0.0, now - self._looked))
+            self._looked = now
+        return stats

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -22,17 +21,22 @@ from troupe.protocol.arrow import from_table
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, NotReady
 from troupe.protocol.messages import (
+    Blob,
     ColdStart,
+    GetSpans,
     GetWeights,
     Health,
     LearnerStatus,
     Ping,
     SaveCheckpoint,
     Saved,
+    Span,
+    Spans,
     Train,
     Trained,
     Weights,
 )
+from troupe.protocol.spans import SpanLog
 from troupe.protocol.trajectory import Trajectory
 
 
@@ -63,6 +67,8 @@ class Trains(Protocol):
 
     def roll_back(self, folder: str) -> None: ...
 
+    def timings(self) -> list[Span]: ...
+
 
 class Learner:
     """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`."""
@@ -75,8 +81,7 @@ class Learner:
         self._working = asyncio.Lock()
         self._weights: Weights | None = None
         self._measured: dict[str, float] = {}
-        self._busy = 0.0
-        self._since = time.monotonic()
+        self._log = SpanLog(context.clock.now)
         self._progress = 0.0
         self._detail: dict[str, float] = {}
 
@@ -101,13 +106,14 @@ class Learner:
             shown = message.demonstrations
             if message.steps:
                 self._measured = await self._work(
+                    "cold start",
                     lambda: self._trainer.cold_start(
                         list(shown.tokens),
                         list(shown.supervised),
                         steps=message.steps,
                         batch=message.batch,
                         progress=progress,
-                    )
+                    ),
                 )
             self._started = True
             return Trained(0, await self._publish(), self._measured)
@@ -130,7 +136,7 @@ class Learner:
                     self._trainer.roll_back(os.path.join(self._folder, f"step-{message.restart}"))
                 return self._trainer.train(from_table(table))
 
-            self._measured = await self._work(train)
+            self._measured = await self._work("train", train, step=message.batch.step)
             return Trained(self._trainer.step, await self._publish(), self._measured)
 
     async def weights(self, message: GetWeights) -> Weights:
@@ -151,36 +157,51 @@ class Learner:
         async with self._working:
             path = os.path.join(self._folder, f"step-{self._trainer.step}")
             if not os.path.isdir(path):
-                await self._work(lambda: self._trainer.save(path))
+                await self._work("save", lambda: self._trainer.save(path))
             await asyncio.to_thread(_drop_old, self._folder, self._keep)
             return Saved(self._trainer.step, path)
 
     async def status(self, message: Ping) -> LearnerStatus:
-        """Where it is; answers while it works. `busy` is the share of time worked since the last asking."""
-        now = time.monotonic()
-        share, self._busy = self._busy / max(1e-9, now - self._since), 0.0
-        self._since = now
+        """Where it is; answers while it works."""
         step = self._trainer.step if hasattr(self, "_trainer") else 0
-        return LearnerStatus(step, self._started, min(1.0, share), self._progress, dict(self._detail))
+        return LearnerStatus(step, self._started, self._progress, dict(self._detail))
 
     async def health(self, message: Ping) -> Health:
         """Load is 1 while it works."""
         return Health(self._context.name, os.getpid(), load=int(self._working.locked()))
 
-    async def _work(self, function: Callable[[], Any]) -> Any:
-        began = time.monotonic()
+    async def spans(self, message: GetSpans) -> Spans:
+        """What it worked on, and the parts of that which its trainer knows."""
+        return self._log.told(self._context.name, message)
+
+    async def _work(self, name: str, function: Callable[[], Any], **labels: Any) -> Any:
+        """Does it in a thread, so that messages are answered meanwhile."""
+
+        def work() -> Any:
+            done = function()
+            for span in self._trainer.timings():
+                self._log.add(span.name, span.begin, span.end, **span.labels)
+            return done
+
+        began = self._context.clock.now()
         try:
-            return await asyncio.to_thread(function)
+            return await asyncio.to_thread(work)
         except ActorLost as error:
             self._context.die(f"its trainer is gone: {error}")
             raise
         finally:
-            self._busy += time.monotonic() - max(began, self._since)
+            end = max(began, self._context.clock.now())
+            self._log.add(name, began, end, **labels)
+            self._log.tally("busy", end - began)
 
     async def _publish(self) -> Weights:
-        tensors = dict(await self._work(self._trainer.tensors))
-        checksum = await asyncio.to_thread(checksum_of, tensors)
-        self._weights = Weights(self._trainer.step, checksum, self._context.blobs.put(tensors))
+        """The weights as they are: copied, then put where others can read them. All of it is the learner's work."""
+
+        def snapshot() -> tuple[str, Blob]:
+            tensors = dict(self._trainer.tensors())
+            return checksum_of(tensors), self._context.blobs.put(tensors)
+
+        self._weights = Weights(self._trainer.step, *await self._work("snapshot", snapshot))
         return self._weights
 
 

@@ -131,7 +131,9 @@ class Driver:
 
         Raises InvalidAction (the episode goes on), EnvironmentFailed, TimedOut, or the world's own EpisodeError.
         """
-        return await self._turn("step", partial(self.world.step, text), lambda found: found)
+        # The answer to a world with tools does nothing but ask for its verdict.
+        call = "verify" if type(self.world).step is ToolWorld.step else "step"
+        return await self._turn("step", partial(self.world.step, text), lambda found: found, call=call)
 
     def tools(self) -> list[dict[str, Any]]:
         """What the agent may call now, as OpenAI function objects; [] for a world without tools. Raises EnvironmentFailed."""
