@@ -59,17 +59,18 @@ class Timeline:
 
     async def look(self, names: Sequence[str], counts: DispatcherStatus | None) -> dict[str, float]:
         """Asks all of them, writes down what they tell, and returns metrics of the time since the last look."""
+        began, now = self._looked, self._context.clock.now()
+        self._looked = now
+        own = self.own.told(self._context.name, GetSpans(self._since(self._context.name, self.own.born), SPANS))
         limit = max(50, SPANS // max(1, len(names)))
         answers = await asyncio.gather(*(self._ask(name, limit) for name in names))
         told = [answer for answer in answers if answer is not None]
-        own = self.own.told(self._context.name, GetSpans(self._since(self._context.name, self.own.born), SPANS))
         self._file.append([own, *told], gone=self._file.heard.keys() - {own.name, *names})
-        now = self._context.clock.now()
-        new = self._added(own, [*told, *([_of_dispatcher(counts)] if counts else [])])
-        new["wall"], began, self._looked = now - self._looked, self._looked, now
+        new = self._added(own, [*told, *([_of_dispatcher(counts)] if counts else [])], began)
+        new["wall"] = now - began
         for spans in told:
             if spans.name.startswith("generator-"):
-                new["generators"] += now - max(began, spans.born)
+                new["generators"] += max(0.0, now - max(began, spans.born))
         new["both"], new["trained"] = _together(told)
         self._totals = {name: known for name, known in self._totals.items() if name in (own.name, "dispatcher", *names)}
         for name, seconds in new.items():
@@ -96,15 +97,15 @@ class Timeline:
         known, count = self._file.heard.get(name, (0.0, 0))
         return count if known == born else 0
 
-    def _added(self, own: Spans, told: Iterable[Spans]) -> defaultdict[str, float]:
-        """What came to the totals since the last look, under the names of the sums."""
+    def _added(self, own: Spans, told: Iterable[Spans], began: float) -> defaultdict[str, float]:
+        """What came to the totals since the last look, at `began`, under the names of the sums."""
         new: defaultdict[str, float] = defaultdict(float)
-        mine = self._since_last(own)
+        mine = self._since_last(own, began)
         for key, names in PHASES.items():
             new[key] = sum(mine.get(name, 0.0) for name in names)
         for spans in told:
             kind = spans.name.split("-")[0]
-            for name, seconds in self._since_last(spans).items():
+            for name, seconds in self._since_last(spans, began).items():
                 match kind:
                     case "generator" if name == "busy":
                         new["generator_busy"] += seconds
@@ -116,9 +117,9 @@ class Timeline:
                         new[name] += seconds
         return new
 
-    def _since_last(self, spans: Spans) -> dict[str, float]:
+    def _since_last(self, spans: Spans, began: float) -> dict[str, float]:
         born, before = self._totals.get(spans.name, (spans.born, {}))
-        if spans.name not in self._totals and spans.born < self._looked:
+        if spans.name not in self._totals and spans.born < began:
             before = spans.totals  # it worked for a director before: of what it did since then nobody knows how much
         if born != spans.born or any(spans.totals.get(name, 0.0) < seconds for name, seconds in before.items()):
             before = {}  # a new life (the dispatcher's is known by counting from zero again)
