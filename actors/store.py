@@ -231,10 +231,14 @@ class Store:
                 return Batch(message.step, None)
         groups = self._training.get(message.step, [])[: message.groups]
         began = self._context.clock.now()
-        table = await asyncio.to_thread(training, self._folder, groups)
-        blob = self._context.blobs.put(table)
-        self._log.add("read batch", began, beside=True, step=message.step, trajectories=table.num_rows)
-        return Batch(message.step, blob, table.num_rows)
+
+        def read() -> Batch:
+            table = training(self._folder, groups)
+            return Batch(message.step, self._context.blobs.put(table), table.num_rows)
+
+        batch = await asyncio.to_thread(read)
+        self._log.add("read batch", began, beside=True, step=message.step, trajectories=batch.count)
+        return batch
 
     async def committed(self, message: GetCommitted) -> Committed:
         """Which groups are durable, and what is counted in them."""

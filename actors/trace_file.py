@@ -25,7 +25,6 @@ _MARK = b'{"name":"heard"'
 _SINGLE = ("director", "learner", "dispatcher", "store", "evaluator")
 _MANY = {"generator": 100, "env": 10_000}
 _TRACKS = ("", "weights")
-_TRACKS_EACH = 10
 
 
 class TraceFile:
@@ -85,7 +84,7 @@ def pid_of(name: str) -> int:
 
 
 def _tid(name: str, track: str) -> int:
-    return pid_of(name) * _TRACKS_EACH + _TRACKS.index(track)
+    return pid_of(name) + 1_000_000 * _TRACKS.index(track)
 
 
 def _named(name: str) -> Iterator[dict[str, Any]]:
@@ -100,7 +99,7 @@ def _events(name: str, span: Span) -> Iterator[dict[str, Any]]:
     begin, end = int(span.begin * 1e6), int(span.end * 1e6)
     common = {"name": span.name, "pid": pid_of(name), "tid": _tid(name, span.track), "ts": begin}
     if span.value is not None:
-        yield {**common, "ph": "C", "args": {span.name: span.value}}
+        yield {**common, "ph": "C", "args": {"value": span.value}}
     elif span.beside:  # a pair of its own: such spans overlap
         pair = {**common, "cat": span.name, "id": f"{name}/{span.labels.get('id', begin)}"}
         yield {**pair, "ph": "b", "args": span.labels}

@@ -83,8 +83,8 @@ class Driver:
 
     world: a TextWorld. executor: where its synchronous methods run; None: in a thread of the driver's own. Worlds
     with `inline = True` are called directly, on the event loop, without a time limit. timeout_s: for each call.
-    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds
-    by `clock` (an event loop's own may be as coarse as a millisecond).
+    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" (also of an answer) or
+    "close", and its seconds by `clock` (an event loop's own may be as coarse as a millisecond).
     """
 
     def __init__(
