@@ -15,16 +15,16 @@ import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from troupe.protocol.messages import Span, Spans
+from troupe.protocol.messages import Span, Spans, Track
 
 LIMIT = 32 * 2**20
 _END = b"\n]\n"
 _MARK = b'{"name":"heard"'
 _SINGLE = ("director", "learner", "dispatcher", "store", "evaluator")
 _MANY = {"generator": 100, "env": 10_000}
-_TRACKS = ("", "weights")
+_TRACKS = get_args(Track)
 
 
 class TraceFile:

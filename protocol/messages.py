@@ -65,6 +65,10 @@ class Health:
 # -- where time goes -------------------------------------------------------------------------------------------------
 
 
+Track = Literal["", "weights"]
+"""What a generator does with its weights goes on beside its requests."""
+
+
 @dataclass(slots=True)
 class Span:
     """What an actor did from `begin` to `end`, seconds since the epoch by its own clock.
@@ -77,7 +81,7 @@ class Span:
     name: str
     begin: float
     end: float
-    track: str = ""
+    track: Track = ""
     beside: bool = False
     labels: dict[str, Any] = field(default_factory=dict)
     value: float | None = None

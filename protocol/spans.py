@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from troupe.protocol.messages import GetSpans, Span, Spans
+from troupe.protocol.messages import GetSpans, Span, Spans, Track
 
 _KEPT = 1000
 _SAMPLE_S = 0.25
@@ -35,7 +35,7 @@ class SpanLog:
         self._changed: dict[str, Span] = {}
 
     def add(
-        self, name: str, begin: float, end: float | None = None, *, track: str = "", beside: bool = False, **labels: Any
+        self, name: str, begin: float, end: float | None = None, *, track: Track = "", beside: bool = False, **labels: Any
     ) -> None:
         """Something that began at `begin` and has ended, now if no `end` is given. Counts for the total of its name."""
         end = max(begin, self.now() if end is None else end)
@@ -43,11 +43,11 @@ class SpanLog:
         self.keep(Span(name, begin, end, track, beside, labels))
 
     @contextmanager
-    def of(self, name: str, *, track: str = "", **labels: Any) -> Iterator[dict[str, Any]]:
-        """What is done inside, however it ends. Yields its labels, to be added to."""
+    def of(self, name: str, *, track: Track = "", **labels: Any) -> Iterator[None]:
+        """What is done inside, however it ends."""
         begin = self.now()
         try:
-            yield labels
+            yield
         finally:
             self.add(name, begin, track=track, **labels)
 
