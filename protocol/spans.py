@@ -1,7 +1,7 @@
 """What an actor did and when, as it keeps it until somebody asks.
 
 Promises:
-- to note a span costs about a microsecond, sends nothing and writes nothing;
+- to note a span costs microseconds, sends nothing and writes nothing;
 - it is bounded: the oldest spans are forgotten, the totals are not;
 - to ask takes nothing away, so that an answer may be lost, and a new asker may go on where the one before has stopped.
 """
