@@ -21,16 +21,16 @@ from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import BIAS, Dispatcher
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.evaluator import Evaluator
-from troupe.actors.generator import Generator
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.pool_load import columns, since, told
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
+from troupe.actors.timeline import Timeline
 from troupe.actors.watch import Watch
 from troupe.envs import registry
 from troupe.protocol import latency
-from troupe.protocol.errors import ActorLost, EnvironmentFailed, NotReady, TimedOut
+from troupe.protocol.errors import ActorLost, EnvironmentFailed, NotReady
 from troupe.protocol.messages import (
     Ack,
     Batch,
@@ -70,6 +70,8 @@ class Director:
         self._context, self._config = context, config
         self._world = registry.find(config.env.name)
         self._ledger = Ledger(folder, context.clock)
+        self._timeline = Timeline(context, self._ledger.path("timeline.json"), self._ledger.seconds_before)
+        self._timing = self._timeline.own
         self._watch = Watch(config, self._ledger, self._ledger.say)
         self._limits = limits_of(config)
         self._parts = parts
@@ -87,7 +89,6 @@ class Director:
         self._heard: Counter[str] = Counter()
         self._latency: latency.Latencies = {}
         self._scalings = 0
-        self._sync_s = 0.0
         self._stop = asyncio.Event()
         self._finished = False
 
@@ -161,7 +162,8 @@ class Director:
         config, learner = self._config, self._learner
         made_by = {"device": config.learner.device, "torch": metadata.version("torch")}  # what a replay must have too
         self._ledger.note("resumed" if self._ledger.known() else "begun", pid=os.getpid(), **made_by)
-        await company.gather()
+        with self._timing.of("start actors"):
+            await company.gather()
         while True:
             status = await company.patiently("learner.status", lambda: learner.status(Ping()))
             with contextlib.suppress(ActorLost, NotReady):  # a learner that is lost before its first checkpoint begins anew
@@ -193,17 +195,20 @@ class Director:
             await self._train_and_publish(company, await self._batch(config.steps))
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True
+        await self._look(company)
         await self._summarise()
         self._ledger.note("finished", step=self._step)
 
     async def _advance(self, company: Company, step: int) -> None:
         """Trains `step`, publishes its weights and writes down what was measured."""
         began = self._context.clock.now()
-        batch = await self._batch(step)
-        waited = self._context.clock.now() - began
-        trained = await self._train_and_publish(company, batch)
+        with self._timing.of("step", step=step):
+            batch = await self._batch(step)
+            trained = await self._train_and_publish(company, batch)
         self._step = trained.step
-        await self._measure(company, trained, batch.count, waited, self._context.clock.now() - began)
+        took = self._context.clock.now() - began
+        with self._timing.of("measure", step=step):
+            await self._measure(company, trained, batch.count, took)
 
     async def _cold_start(self, company: Company) -> None:
         """Supervised steps on what the scripted player shows."""
@@ -211,20 +216,22 @@ class Director:
         shown = Demonstrations([], [], 0.0)
         if settings.steps:
             self._phase = "demonstrations"
-            shown = await self._demonstrations(company)
+            with self._timing.of("demonstrations"):
+                shown = await self._demonstrations(company)
             self._ledger.say(f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful")
         self._phase = "cold start"
         message = ColdStart(shown, settings.steps, settings.batch)
         work = asyncio.ensure_future(within(_STEP_S, "learner.cold_start", self._learner.cold_start(message)))
-        try:
-            while not work.done():
-                await asyncio.wait({work}, timeout=0.5)
-                with contextlib.suppress(ActorLost, NotReady):
-                    status = await within(30.0, "learner.status", self._learner.status(Ping()))
-                    self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
-            trained = await work
-        finally:
-            work.cancel()
+        with self._timing.of("cold start"):
+            try:
+                while not work.done():
+                    await asyncio.wait({work}, timeout=0.5)
+                    with contextlib.suppress(ActorLost, NotReady):
+                        status = await within(30.0, "learner.status", self._learner.status(Ping()))
+                        self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
+                trained = await work
+            finally:
+                work.cancel()
         self._ledger.note("cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics)
 
     async def _demonstrations(self, company: Company) -> Demonstrations:
@@ -269,9 +276,10 @@ class Director:
 
     async def _batch(self, step: int) -> Batch:
         """The batch of `step`, whenever it is there."""
-        while True:
-            if (batch := await self._found(step)) is not None:
-                return batch
+        with self._timing.of("wait for batch", step=step):
+            while True:
+                if (batch := await self._found(step)) is not None:
+                    return batch
 
     async def _found(self, step: int) -> Batch | None:
         """The batch of `step`, if it is there within a second; if not, the dispatcher is heard."""
@@ -292,9 +300,10 @@ class Director:
             return
         clock = self._context.clock
         sampled = clock.now()
-        while clock.now() < sampled + _NOBODY_S and await self._found(step) is None:
-            if "proved" in company.roll_call().values():
-                sampled = clock.now()
+        with self._timing.of("wait for batch", step=step):
+            while clock.now() < sampled + _NOBODY_S and await self._found(step) is None:
+                if "proved" in company.roll_call().values():
+                    sampled = clock.now()
 
     async def _train_and_publish(self, company: Company, batch: Batch) -> Trained:
         """Trains until the learner is at the batch's step and its weights have arrived. A learner that was lost comes
@@ -305,12 +314,11 @@ class Director:
                 replay = min(status.step + 1, batch.step)
                 work = batch if replay == batch.step else await self._batch(replay)
                 message = Train(work, *self._watch.treatment(replay))
-                trained = await within(_STEP_S, "learner.train", self._learner.train(message))
+                with self._timing.of("train", step=replay):
+                    trained = await within(_STEP_S, "learner.train", self._learner.train(message))
                 if trained.step == batch.step:
                     await self._meet(company, trained.step + 1)
-                    began = self._context.clock.now()
                     await self._publish(company, trained.weights)
-                    self._sync_s = trained.weights.packed_s + self._context.clock.now() - began
                     return trained
                 self._ledger.say(f"the learner replayed step {trained.step} from the store")
             except (ActorLost, NotReady):
@@ -318,14 +326,16 @@ class Director:
 
     async def _publish(self, company: Company, weights: Weights) -> None:
         self._weights = weights
-        await company.publish(weights)
+        with self._timing.of("sync weights", version=weights.version):
+            await company.publish(weights)
 
     async def _evaluate(self, company: Company, label: str) -> None:
         if not self._config.eval.tasks:
             return
         self._phase = "evaluating"
         ask = EvaluateVersion(company.version)
-        score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
+        with self._timing.of("evaluate", version=company.version):
+            score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
         if score.success is None or score.low is None or score.high is None:
             self._ledger.say(f"{label} evaluation, version {score.version}: none of {score.failed} episodes could be scored")
         else:
@@ -338,36 +348,26 @@ class Director:
 
     async def _checkpoint(self) -> int:
         """Lets the learner save its step, and returns which that was."""
-        saved = await within(_STEP_S, "learner.save", self._learner.save(SaveCheckpoint()))
+        with self._timing.of("checkpoint"):
+            saved = await within(_STEP_S, "learner.save", self._learner.save(SaveCheckpoint()))
         self._ledger.note("checkpoint", step=saved.step, path=os.path.relpath(saved.path, self._ledger.folder))
         return saved.step
 
     # -- what is measured --------------------------------------------------------------------------------------------
 
-    async def _measure(self, company: Company, trained: Trained, count: int, waited: float, took: float) -> None:
-        busy: dict[str, float] = {}
-        try:
-            busy["learner_busy"] = (await within(30.0, "learner.status", self._learner.status(Ping()))).busy
-            shares = [
-                (await within(30.0, f"{n}.health", self._context.ref(n, Generator).health(Ping()))).busy
-                for n in company.generators()
-            ]
-            busy["generator_busy"] = sum(shares) / max(1, len(shares))
-        except (ActorLost, NotReady, TimedOut):
-            pass  # a share that nobody could tell is left out
+    async def _measure(self, company: Company, trained: Trained, count: int, took: float) -> None:
+        self._timing.sample("staleness", trained.metrics.get("staleness_mean", 0.0))
+        times, pools = await asyncio.gather(self._look(company), self._pools(company))
         states = company.roll_call()
-        pools = await self._pools(company)
         self._ledger.measure(
             trained.step,
             version=trained.weights.version,
             trajectories=count,
             seconds=took,
-            waited_s=waited,
-            sync_s=self._sync_s,
             sync_mb=trained.weights.size / 1e6,
             tokens_per_s=trained.metrics.get("policy_tokens", 0.0) / max(1e-9, took),
             actors_alive=sum(state != "dead" for state in states.values()),
-            **busy,
+            **times,
             **pools,
             **trained.metrics,
         )
@@ -375,6 +375,11 @@ class Director:
             self._watch.look()
         finally:
             await self._summarise()
+
+    async def _look(self, company: Company) -> dict[str, float]:
+        """Where the time since the last look went."""
+        names = ["learner", "store", *company.generators(), *company.pools(), *company.roster.draining()]
+        return await self._timeline.look(names, self._counts)
 
     async def _pools(self, company: Company) -> dict[str, float]:
         """Of the environment pools since the step before: how many, how often that changed, how long their worlds take."""
@@ -410,6 +415,7 @@ class Director:
             name=self._config.name,
             on_failure=self._config.rollout.on_failure,
             bias=self._bias(),
+            time=self._timeline.told(),
             env_latency=told(self._company.roster.load.total) if self._company else {},
         )
 

@@ -293,6 +293,8 @@ class Dispatcher:
             slots=slots,
             moved=self._moved,
             stale_groups=self._stale,
+            granted=self._permits.granted,
+            queued_s=self._permits.waited,
         )
 
     async def health(self, message: Ping) -> Health:

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ from troupe.protocol.messages import (
     Generate,
     Generated,
     GetDeposit,
+    GetSpans,
     Health,
     Limits,
     Ping,
@@ -66,7 +68,9 @@ from troupe.protocol.messages import (
     Routes,
     RunEpisode,
     Sampling,
+    Spans,
 )
+from troupe.protocol.spans import InFlight, SpanLog
 from troupe.protocol.trajectory import Failure, StopReason, Trajectory, samples_of
 
 T = TypeVar("T")
@@ -113,6 +117,8 @@ class EnvPool:
         calls = {call: Histogram() for call in ("reset", "step", "verify", "close")}
         self._latency: Latencies = {self._world.name or self._world.__name__: calls}
         self._timed: Callable[[str, float], None] = lambda call, seconds: calls[call].record(seconds)
+        self._log = SpanLog(context.clock.now)
+        self._episodes = InFlight(self._log, "playing", "running episodes")
         self._late = ""
         """What went wrong last after an episode was over: a world that could not be closed."""
 
@@ -138,7 +144,8 @@ class EnvPool:
             raise Overloaded(f"{self._context.name} runs attempt {message.attempt} of {message.episode} already")
         self._running.add(key)
         try:
-            return await self._episode(message)
+            with self._episodes:
+                return await self._episode(message)
         finally:
             self._running.discard(key)
             if self._worn_out() and not self._running:
@@ -216,6 +223,11 @@ class EnvPool:
             lag=self._lag,
         )
 
+    async def spans(self, message: GetSpans) -> Spans:
+        """Which episodes ran when; of the totals, the parts of an episode are sums over "episodes" of them."""
+        self._episodes.cut()
+        return self._log.told(self._context.name, message)
+
     # -- one episode -------------------------------------------------------------------------------------------------
 
     async def _episode(self, message: RunEpisode) -> EpisodeDone:
@@ -225,9 +237,10 @@ class EnvPool:
         recorder = Recorder(message, self._rendering, policy, self._window)
         failure: Failure | None = None
         started = clock.now()
+        spent: defaultdict[str, float] = defaultdict(float)
         cancelled = False
         try:
-            driver = self._driver(message.limits.env_step_s)
+            driver = self._driver(message.limits.env_step_s, spent)
             stage = Stage(driver, self._world.system, message.task, recorder, message.limits, outcome)
             try:
                 what = f"{self._context.name}: the episode {message.episode}"
@@ -283,7 +296,9 @@ class EnvPool:
             seconds=clock.now() - started,
             fork=policy.fork,
         )
+        ended = clock.now()
         receipt = await self._patiently("store.deposit", lambda: self._store.deposit(Deposit(trajectory)))
+        self._note(trajectory, spent, clock.now() - ended)
         await self._router.end_session(f"{message.episode}/{message.attempt}")
         return EpisodeDone(
             episode=message.episode,
@@ -301,6 +316,24 @@ class EnvPool:
             failure=failure.message if failure else receipt.reason,
         )
 
+    def _note(self, trajectory: Trajectory, spent: defaultdict[str, float], storing: float) -> None:
+        """Where the time of an episode went. Calls that ran at the same time count each."""
+        verifying = spent.pop("verify", 0.0)
+        parts = {
+            "generating": sum(step.generate_s for step in trajectory.steps),
+            "world": sum(spent.values()),
+            "verifying": verifying,
+            "storing": storing,
+        }
+        for name, seconds in parts.items():
+            self._log.tally(name, seconds)
+        self._log.tally("episodes", 1.0)
+        labels: dict[str, Any] = {f"{name}_s": round(seconds, 4) for name, seconds in parts.items()}
+        labels |= {"id": f"{trajectory.id}/{trajectory.attempt}", "kind": trajectory.kind, "step": trajectory.step}
+        labels |= {"status": trajectory.status, "turns": len(trajectory.steps)}
+        began = trajectory.started_at
+        self._log.add("episode", began, began + trajectory.seconds + storing, beside=True, **labels)
+
     async def _close(self, driver: Driver) -> None:
         """Releases the world. What it breaks now comes too late to change the episode: it is told in `health`."""
         try:
@@ -311,10 +344,17 @@ class EnvPool:
     def _worn_out(self) -> bool:
         return drive.stuck() > _STUCK * self._slots
 
-    def _driver(self, seconds: float) -> Driver:
+    def _driver(self, seconds: float, spent: defaultdict[str, float] | None = None) -> Driver:
+        """Drives a new world. spent: to which the seconds of its calls are added."""
         world = registry.make(self._world, self._options)
         context = self._context
-        return Driver(world, executor=context.executor, timeout_s=seconds, timed=self._timed, clock=context.clock.now)
+
+        def timed(call: str, seconds: float) -> None:
+            self._timed(call, seconds)
+            if spent is not None:
+                spent[call] += seconds
+
+        return Driver(world, executor=context.executor, timeout_s=seconds, timed=timed, clock=context.clock.now)
 
     def _hear_lag(self, seconds: float) -> None:
         self._lag = seconds

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,22 +28,39 @@ from typing import Literal
 from troupe.actors import transfer
 from troupe.actors.context import Context, within
 from troupe.actors.engines.base import Engine
+from troupe.actors.transfer import Arrays
 from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, RemoteError, TimedOut
-from troupe.protocol.messages import Abort, Ack, Drain, EndSession, Generate, Generated, Health, Ping, Weights, WeightsHeld
+from troupe.protocol.messages import (
+    Abort,
+    Ack,
+    Drain,
+    EndSession,
+    Generate,
+    Generated,
+    GetSpans,
+    Health,
+    Ping,
+    Spans,
+    Weights,
+    WeightsHeld,
+)
+from troupe.protocol.spans import InFlight, SpanLog
 
 _ABORT_AGAIN_S = 1.0
 """A request that was on its way into the engine when it was aborted is asked to end again."""
 _HELD_S = 10.0
 """Seconds that a request waits for new weights before its caller is told to ask again."""
 
-InFlight = Literal["finish", "update", "restart"]
-
 
 class Generator:
     """Wraps the engine that `make_engine(name)` builds."""
 
     def __init__(
-        self, context: Context, make_engine: Callable[[str], Engine], in_flight: InFlight = "update", finish_s: float = 60.0
+        self,
+        context: Context,
+        make_engine: Callable[[str], Engine],
+        in_flight: Literal["finish", "update", "restart"] = "update",
+        finish_s: float = 60.0,
     ) -> None:
         self._context = context
         self._engine = make_engine(context.name)
@@ -56,6 +74,10 @@ class Generator:
         self._open.set()
         self._draining = False
         self._restarts = 0
+        self._log = SpanLog(context.clock.now)
+        self._requests = InFlight(self._log, "sampling", "requests in flight")
+        self._looked = context.clock.now()
+        self._looking = threading.Lock()  # health is answered on a thread of its own
 
     async def start(self) -> None:
         await self._engine.start()
@@ -68,7 +90,8 @@ class Generator:
         restarts = self._restarts
         self._flying[message.request] += 1
         try:
-            made = await self._engine.generate(message)
+            with self._requests:
+                made = await self._engine.generate(message)
             if restarts != self._restarts or (self._in_flight == "restart" and made.finish == "abort"):
                 return replace(
                     made, tokens=made.tokens[:0], logprobs=made.logprobs[:0], versions=made.versions[:0], finish="abort"
@@ -99,18 +122,9 @@ class Generator:
                 raise CheckpointError(
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
-            tensors = await transfer.fetch(self._context.blobs, message)
-            try:
-                if message.version > self._engine.version and self._in_flight != "update":
-                    self._open.clear()
-                    await self._clear(cut=self._in_flight == "restart")
-                    self._restarts += self._in_flight == "restart"
-                held = await self._engine.load_weights(message.version, tensors)
-            except (RemoteError, ActorLost, TimedOut) as error:  # it holds neither these nor the old ones
-                self._context.die(f"its engine is gone: {error}")
-                raise
-            finally:
-                self._open.set()
+            with self._log.of("load weights", track="weights", version=message.version):
+                tensors = await transfer.fetch(self._context.blobs, message)
+                held = await self._take(message.version, tensors)
             self._proved = message.version if held == message.checksum else -1
         if held != message.checksum:
             raise CheckpointError(
@@ -127,8 +141,8 @@ class Generator:
         return await self.health(Ping())
 
     async def health(self, message: Ping) -> Health:
-        """Load, busy share and tokens so far."""
-        stats = self._engine.stats()
+        """Load, busy share since somebody last looked, and tokens so far."""
+        stats = self._look()
         return Health(
             self._context.name,
             os.getpid(),
@@ -136,6 +150,12 @@ class Generator:
             busy=float(stats.get("busy", 0.0)),
             detail={"version": self._engine.version, "tokens": stats.get("tokens", 0.0)},
         )
+
+    async def spans(self, message: GetSpans) -> Spans:
+        """When there were requests in flight and weights came; of the totals, "busy" is the engine's own."""
+        self._look()
+        self._requests.cut()
+        return self._log.told(self._context.name, message)
 
     # -- private -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +175,20 @@ class Generator:
             raise NotReady(
                 f"{name} holds version {self._engine.version} and '{message.request}' takes none before {message.min_version}"
             )
+
+    async def _take(self, version: int, tensors: Arrays) -> str:
+        """Lets the engine load, once the turns in flight are out of the way; returns its checksum."""
+        try:
+            if version > self._engine.version and self._in_flight != "update":
+                self._open.clear()
+                await self._clear(cut=self._in_flight == "restart")
+                self._restarts += self._in_flight == "restart"
+            return await self._engine.load_weights(version, tensors)
+        except (RemoteError, ActorLost, TimedOut) as error:  # it holds neither these nor the old ones
+            self._context.die(f"its engine is gone: {error}")
+            raise
+        finally:
+            self._open.set()
 
     async def _proof(self, message: Generate, made: Generated) -> None:
         """Returns when the weights that sampled `made` are proved."""
@@ -182,3 +216,11 @@ class Generator:
 
     async def _cut(self) -> None:
         await asyncio.gather(*(self._engine.abort(request) for request in list(self._flying)))
+
+    def _look(self) -> dict[str, float]:
+        """The engine's figures; its busy share is of the time since the last look, whoever that was."""
+        with self._looking:
+            stats, now = self._engine.stats(), self._context.clock.now()
+            self._log.tally("busy", stats.get("busy", 0.0) * max(0.0, now - self._looked))
+            self._looked = now
+        return stats

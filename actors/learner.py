@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -23,16 +22,20 @@ from troupe.protocol.arrow import from_table
 from troupe.protocol.errors import ActorLost, NotReady
 from troupe.protocol.messages import (
     ColdStart,
+    GetSpans,
     GetWeights,
     Health,
     LearnerStatus,
     Ping,
     SaveCheckpoint,
     Saved,
+    Span,
+    Spans,
     Train,
     Trained,
     Weights,
 )
+from troupe.protocol.spans import SpanLog
 from troupe.protocol.trajectory import Trajectory
 
 
@@ -63,6 +66,8 @@ class Trains(Protocol):
 
     def roll_back(self, folder: str) -> None: ...
 
+    def timings(self) -> list[Span]: ...
+
 
 class Learner:
     """Wraps the trainer that `make_trainer()` builds; checkpoints lie under `folder`.
@@ -87,8 +92,7 @@ class Learner:
         self._working = asyncio.Lock()
         self._weights: Weights | None = None
         self._measured: dict[str, float] = {}
-        self._busy = 0.0
-        self._since = time.monotonic()
+        self._log = SpanLog(context.clock.now)
         self._progress = 0.0
         self._detail: dict[str, float] = {}
 
@@ -113,13 +117,14 @@ class Learner:
             shown = message.demonstrations
             if message.steps:
                 self._measured = await self._work(
+                    "cold start",
                     lambda: self._trainer.cold_start(
                         list(shown.tokens),
                         list(shown.supervised),
                         steps=message.steps,
                         batch=message.batch,
                         progress=progress,
-                    )
+                    ),
                 )
             self._started = True
             return Trained(0, await self._publish(), self._measured)
@@ -142,7 +147,7 @@ class Learner:
                     self._trainer.roll_back(os.path.join(self._folder, f"step-{message.restart}"))
                 return self._trainer.train(from_table(table))
 
-            self._measured = await self._work(train)
+            self._measured = await self._work("train", train, step=message.batch.step)
             return Trained(self._trainer.step, await self._publish(), self._measured)
 
     async def weights(self, message: GetWeights) -> Weights:
@@ -162,35 +167,48 @@ class Learner:
         async with self._working:
             path = os.path.join(self._folder, f"step-{self._trainer.step}")
             if not os.path.isdir(path):
-                await self._work(lambda: self._trainer.save(path))
+                await self._work("save", lambda: self._trainer.save(path))
             await asyncio.to_thread(_drop_old, self._folder, self._keep)
             return Saved(self._trainer.step, path)
 
     async def status(self, message: Ping) -> LearnerStatus:
-        """Where it is; answers while it works. `busy` is the share of time worked since the last asking."""
-        now = time.monotonic()
-        share, self._busy = self._busy / max(1e-9, now - self._since), 0.0
-        self._since = now
+        """Where it is; answers while it works."""
         step = self._trainer.step if hasattr(self, "_trainer") else 0
-        return LearnerStatus(step, self._started, min(1.0, share), self._progress, dict(self._detail))
+        return LearnerStatus(step, self._started, self._progress, dict(self._detail))
 
     async def health(self, message: Ping) -> Health:
         """Load is 1 while it works."""
         return Health(self._context.name, os.getpid(), load=int(self._working.locked()))
 
-    async def _work(self, function: Callable[[], Any]) -> Any:
-        began = time.monotonic()
+    async def spans(self, message: GetSpans) -> Spans:
+        """What it worked on, and the parts of that which its trainer knows."""
+        return self._log.told(self._context.name, message)
+
+    async def _work(self, name: str, function: Callable[[], Any], **labels: Any) -> Any:
+        """Does it in a thread, so that messages are answered meanwhile."""
+
+        def work() -> Any:
+            done = function()
+            for span in self._trainer.timings():
+                self._log.add(span.name, span.begin, span.end, **span.labels)
+            return done
+
+        began = self._context.clock.now()
         try:
-            return await asyncio.to_thread(function)
+            return await asyncio.to_thread(work)
         except ActorLost as error:
             self._context.die(f"its trainer is gone: {error}")
             raise
         finally:
-            self._busy += time.monotonic() - max(began, self._since)
+            end = max(began, self._context.clock.now())
+            self._log.add(name, began, end, **labels)
+            self._log.tally("busy", end - began)
 
     async def _publish(self) -> Weights:
-        tensors = await self._work(self._trainer.tensors)
-        self._weights = await transfer.pack(self._context.blobs, self._way, self._trainer.step, tensors)
+        """The weights as they are: copied, then put on their way. All of it is the learner's work."""
+        tensors = await self._work("snapshot", lambda: dict(self._trainer.tensors()))
+        with self._log.of("send weights", version=self._trainer.step):
+            self._weights = await transfer.pack(self._context.blobs, self._way, self._trainer.step, tensors)
         return self._weights
 
 

@@ -34,7 +34,10 @@ class Ledger:
         self.events_total = 0
         self._restarts: dict[str, int] = {}
         self._tokens = 0
-        self._wall_before = self._known_summary().get("wall_s", 0.0)
+        known = self._known_summary()
+        self._wall_before = known.get("wall_s", 0.0)
+        self.seconds_before: dict[str, float] = known.get("time", {}).get("seconds", {})
+        """Of the directors before: see `timeline.py`."""
         self.metrics: dict[str, Any] = {}
         self.history: list[float] = []
         self.rows: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)

@@ -34,6 +34,9 @@ class Permits:
         self._used: Counter[str] = Counter()
         self._lines: dict[Kind, list[_Waiting]] = {"train": [], "eval": []}
         self._last: Kind = "eval"
+        self.granted = 0
+        self.waited = 0.0
+        """Seconds that those waited who were given a slot, all together."""
 
     def open(self, slots: Mapping[str, int]) -> None:
         """Pools that take episodes from now on, and no others: name → slots."""
@@ -59,15 +62,20 @@ class Permits:
 
         An empty string if `owner` withdrew meanwhile.
         """
-        waiting = _Waiting(place, owner, avoid, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        waiting, began = _Waiting(place, owner, avoid, loop.create_future()), loop.time()
         heapq.heappush(self._lines[kind], waiting)
         self._grant()
         try:
-            return await waiting.granted
+            pool = await waiting.granted
         except asyncio.CancelledError:
             if not waiting.granted.cancelled() and waiting.granted.result():
                 self.give(waiting.granted.result())  # granted and cancelled at the same moment
             raise
+        if pool:
+            self.granted += 1
+            self.waited += loop.time() - began
+        return pool
 
     def give(self, pool: str) -> None:
         """The slot is free again."""

@@ -46,10 +46,13 @@ from troupe.protocol.messages import (
     GetBatch,
     GetCommitted,
     GetDeposit,
+    GetSpans,
     Health,
     Ping,
     Receipt,
+    Spans,
 )
+from troupe.protocol.spans import SpanLog
 from troupe.protocol.stored import MANIFEST, VERSION, Group, Manifest, fenced, manifest, short, training
 from troupe.protocol.trajectory import Kind, Trajectory
 
@@ -109,6 +112,7 @@ class Store:
         self._broken: TroupeError | None = NotReady("the store has not looked at its folder yet; ask again")
         self._lock = -1
         self._busy, self._pinged = 0.0, context.clock.now()
+        self._log = SpanLog(context.clock.now)
 
     async def start(self) -> None:
         """Takes the folder over. Raises StoreError if another process writes there or what lies there is damaged."""
@@ -226,8 +230,15 @@ class Store:
             except TimeoutError:
                 return Batch(message.step, None)
         groups = self._training.get(message.step, [])[: message.groups]
-        table = await asyncio.to_thread(training, self._folder, groups)
-        return Batch(message.step, self._context.blobs.put(table), table.num_rows)
+        began = self._context.clock.now()
+
+        def read() -> Batch:
+            table = training(self._folder, groups)
+            return Batch(message.step, self._context.blobs.put(table), table.num_rows)
+
+        batch = await asyncio.to_thread(read)
+        self._log.add("read batch", began, beside=True, step=message.step, trajectories=batch.count)
+        return batch
 
     async def committed(self, message: GetCommitted) -> Committed:
         """Which groups are durable, and what is counted in them."""
@@ -255,6 +266,10 @@ class Store:
         self._busy, self._pinged = 0.0, now
         detail = {"groups": len(self._groups), "episodes": len(self._owner), "fenced": len(self._fences)}
         return Health("store", os.getpid(), load=len(self._deposits), busy=min(busy, 1.0), detail=detail)
+
+    async def spans(self, message: GetSpans) -> Spans:
+        """When it committed groups and read batches."""
+        return self._log.told(self._context.name, message)
 
     # -- private -----------------------------------------------------------------------------------------------------
 
@@ -321,6 +336,7 @@ class Store:
                     self._index(group)
                     del self._writing[(group.kind, group.step, group.group)]
             self._busy += self._context.clock.now() - began
+            self._log.add("commit", began, writes=len(writes))
             for write in writes:
                 write.done.set()
             async with self._news:

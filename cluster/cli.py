@@ -173,6 +173,17 @@ def trace(
 
 
 @app.command()
+def timeline(run: RUN) -> None:
+    """Shows where the time of a run goes, step by step: who was busy, what was waited for. Also while the run is live.
+
+    troupe timeline RUN
+    """
+    from troupe.cluster.timeline import show
+
+    show(run, Console(highlight=False, width=None if sys.stdout.isatty() else 160))
+
+
+@app.command()
 def config(
     recipe: Annotated[str, typer.Argument(help="a recipe or a run folder's config.toml")],
     set_: SET = None,

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from troupe.cluster import timeline
 from troupe.protocol.messages import RunStatus
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -74,6 +75,7 @@ class Progress:
             if "env_step_s_p50" in m:
                 steps = " · ".join(f"p{q} {seconds(m[f'env_step_s_p{q}'])}" for q in (50, 90, 99))
                 lines.append(f"world steps {steps} · {m.get('episodes_waiting', 0):.0f} episodes wait for a slot")
+            lines += [told for told in (timeline.line(m), timeline.episode(m)) if told]
             lines.append(f"health   {status.health}")
             done, total = status.step, status.steps
         else:
@@ -148,11 +150,14 @@ def closing(summary: dict[str, Any], folder: str, world: str) -> str:
         if (step := calls.get("step")) and step["count"]:
             longest = f"p50 {seconds(step['p50_s'])}, p90 {seconds(step['p90_s'])}, p99 {seconds(step['p99_s'])}"
             lines.append(f"Steps of {world}: {longest}, longest {seconds(step['max_s'])}, of {step['count']} in this session.")
+    if "time" in summary:
+        lines += timeline.told(summary["time"])
     lines += [
         f"Everything lies in {folder} (config, metrics, trajectories, checkpoints, summary.json).",
         "Next:",
         f'  troupe query {folder} "SELECT step, avg(reward) FROM trajectories GROUP BY step ORDER BY step"',
         f"  troupe trace {folder} --best",
+        f"  troupe timeline {folder}",
         f"  troupe serve {folder}",
         f"  troupe env play {world}",
     ]

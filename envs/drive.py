@@ -83,8 +83,8 @@ class Driver:
 
     world: a TextWorld. executor: where its synchronous methods run; None: in a thread of the driver's own. Worlds
     with `inline = True` are called directly, on the event loop, without a time limit. timeout_s: for each call.
-    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" or "close", and its seconds
-    by `clock` (an event loop's own may be as coarse as a millisecond).
+    timed: told of each call that ended, however it did: "reset", "step" (tools too), "verify" (also of an answer) or
+    "close", and its seconds by `clock` (an event loop's own may be as coarse as a millisecond).
     """
 
     def __init__(
@@ -131,7 +131,9 @@ class Driver:
 
         Raises InvalidAction (the episode goes on), EnvironmentFailed, TimedOut, or the world's own EpisodeError.
         """
-        return await self._turn("step", partial(self.world.step, text), lambda found: found)
+        # The answer to a world with tools does nothing but ask for its verdict.
+        call = "verify" if type(self.world).step is ToolWorld.step else "step"
+        return await self._turn("step", partial(self.world.step, text), lambda found: found, call=call)
 
     def tools(self) -> list[dict[str, Any]]:
         """What the agent may call now, as OpenAI function objects; [] for a world without tools. Raises EnvironmentFailed."""

@@ -31,6 +31,7 @@ from typing import Any
 from troupe.learner.config import LearnerConfig, ModelConfig
 from troupe.learner.errors import BatchError, Diverged  # noqa: F401  (what ranks raise, `unpack` must know)
 from troupe.protocol.errors import ActorLost, PackedError, RemoteError, TroupeError, pack, unpack
+from troupe.protocol.messages import Span
 
 LIMIT_S = 3600.0
 """How long a call may take, from one sign of life to the next."""
@@ -203,6 +204,11 @@ class RankedTrainer:
     def roll_back(self, folder: str | Path) -> None:
         """See `Trainer.roll_back`."""
         self._ranks.call("roll_back", os.path.abspath(folder))
+
+    def timings(self) -> list[Span]:
+        """See `Trainer.timings`; of the first rank."""
+        found: list[Span] = self._ranks.call("timings")
+        return found
 
     def close(self) -> None:
         """Ends the ranks."""

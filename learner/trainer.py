@@ -43,6 +43,8 @@ from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
 from troupe.learner.staleness import staleness
 from troupe.protocol.errors import CheckpointError, ConfigError
+from troupe.protocol.messages import Span
+from troupe.protocol.spans import SpanLog
 from troupe.protocol.trajectory import Trajectory
 
 ADJUSTABLE = ("filter", "filter_value", "clip_high", "entropy_coef", "lr")
@@ -67,6 +69,7 @@ class Trainer:
         self.model_config = model
         self.seed = seed
         self.step = 0
+        self._log = SpanLog()
         self._estimator = advantages.find(config.advantage)
         self._loss = losses.find(config.loss)
         self._loss_traits = losses.traits(self._loss)
@@ -184,7 +187,9 @@ class Trainer:
         age = self.step - batch.version
         metrics = {**signals(trajectories), **batch.metrics, **told, **run.metrics()}
         metrics |= agreement(run.old, run.rollout, age)
-        metrics |= {"kl": self._kl(batch, run), "lr": lr, **staleness(age)}
+        with self._log.of("kl"):
+            metrics["kl"] = self._kl(batch, run)
+        metrics |= {"lr": lr, **staleness(age)}
         if config.kl is not None:
             metrics["kl_reference"] = divergence(run.old, run.reference, config.kl.estimator).mean().item()
         self.step += 1
@@ -210,23 +215,26 @@ class Trainer:
         self._reference = self._reference or self._refer()
         self._follow()
         if pairs:
-            with self._reference.parts() as parts:
+            with self._log.of("reference logprobs"), self._reference.parts() as parts:
                 self._measure(sequences, run.reference, parts=parts)
-            ranks.merge(run.reference)
+                ranks.merge(run.reference)
             norms = []
         for _ in range(self.config.passes if pairs else 0):
             run.old.zero_()
-            self._measure(sequences, run.old)
-            ranks.merge(run.old)
+            with self._log.of("old logprobs"):
+                self._measure(sequences, run.old)
+                ranks.merge(run.old)
             sums = torch.zeros(len(batch.trajectories), dtype=torch.float64, device=self._device)
             lp, ref = (sums.index_add(0, run.trajectory, x.double()) for x in (run.old, run.reference))
             margin, weight = dpo(lp, ref, pairs, self.config.dpo_beta)
             weight = weight.float()[run.trajectory]
             self._optimiser.clear()
-            for row in self._rows(sequences):
-                now, _ = logprobs(self._parts, row)
-                (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
-            norms.append(self._optimiser.step(lr))
+            with self._log.of("forward-backward"):
+                for row in self._rows(sequences):
+                    now, _ = logprobs(self._parts, row)
+                    (now * weight[row.where]).sum().backward()  # type: ignore[no-untyped-call]
+            with self._log.of("optimiser"):
+                norms.append(self._optimiser.step(lr))
             told = {
                 "dpo_loss": -F.logsigmoid(margin).mean().item(),
                 "dpo_accuracy": (margin > 0).double().mean().item(),
@@ -246,7 +254,7 @@ class Trainer:
         }
 
     def _assemble(self, trajectories: list[Trajectory], config: LearnerConfig) -> TrainingBatch:
-        with ranks.together():
+        with self._log.of("pack"), ranks.together():
             batch = assemble(trajectories, config)
             self._check_sequences(batch.sequences)
         ranks.same("batch", *(s.tokens for s in batch.sequences), batch.rollout, np.array([*batch.metrics.values()]))
@@ -256,8 +264,9 @@ class Trainer:
         """All that is computed with the weights before the step, and from it each token's credit; returns its metrics."""
         config, told = self.config, {}
         if self._looks_first:
-            self._measure(batch.sequences, run.old, run.entropy)
-            ranks.merge(run.old, run.entropy)
+            with self._log.of("old logprobs"):
+                self._measure(batch.sequences, run.old, run.entropy)
+                ranks.merge(run.old, run.entropy)
         if config.correct_level == "sequence":
             run.importance = importance(
                 over_sequences(run.old, run.trajectory), over_sequences(run.rollout, run.trajectory), config
@@ -265,14 +274,14 @@ class Trainer:
         penalty = values = None
         if config.kl is not None and self._reference is not None:
             self._follow()
-            with self._reference.parts() as parts:
+            with self._log.of("reference logprobs"), self._reference.parts() as parts:
                 self._measure(batch.sequences, run.reference, parts=parts)
-            ranks.merge(run.reference)
+                ranks.merge(run.reference)
             if config.kl.where == "reward":
                 kl = divergence(run.old, run.reference, config.kl.estimator)
                 penalty = (-config.kl.coef * kl).double().cpu().numpy()
         if self._critic is not None:
-            with torch.no_grad():
+            with self._log.of("values"), torch.no_grad():
                 for row in self._rows(batch.sequences):
                     run.value[row.where] = self._critic.values(row)
             ranks.merge(run.value)
@@ -280,12 +289,14 @@ class Trainer:
         old = run.old.double().cpu().numpy() if self._looks_first else None
         if self._teacher is not None and teacher is None:
             graded = torch.zeros_like(run.old)
-            self._measure(batch.sequences, graded, parts=self._teacher)
-            ranks.merge(graded)
+            with self._log.of("teacher logprobs"):
+                self._measure(batch.sequences, graded, parts=self._teacher)
+                ranks.merge(graded)
             per_trajectory = batch.in_node_order(graded.double().cpu().numpy())
             teacher = {t.id: lp for t, lp in zip(batch.trajectories, per_trajectory, strict=True)}
         now = config.at(self.step + 1)
-        given = credit(batch, self._estimator, now, values=values, old=old, penalty=penalty, teacher=teacher)
+        with self._log.of("advantages"):
+            given = credit(batch, self._estimator, now, values=values, old=old, penalty=penalty, teacher=teacher)
         run.credit(ranks.of_first(given.advantage))
         if self._critic is not None and values is not None:
             run.target = torch.from_numpy(ranks.of_first(given.target)).to(self._device)
@@ -325,28 +336,30 @@ class Trainer:
             active = [s for s in sequences if run.active[s.where].any()]
             if fresh and len(active) < len(sequences):
                 kept = {s.first for s in active}
-                self._measure([s for s in sequences if s.first not in kept], run.old, run.entropy)
+                with self._log.of("old logprobs"):
+                    self._measure([s for s in sequences if s.first not in kept], run.old, run.entropy)
         self._optimiser.clear()  # of a step that an error cut off
         entropy: Entropy = "train" if config.entropy_coef else ("measure" if fresh else "skip")
-        for row in self._rows(active):
-            lp, spread = logprobs(self._parts, row, entropy=entropy)
-            if fresh:
-                run.old[row.where] = lp.detach()
-                run.entropy[row.where] = spread.detach()
-            old, rollout = run.old[row.where], run.rollout[row.where]
-            start = rollout if config.ratio == "rollout" else old
-            value, figures = self._loss(Tokens(lp, start, run.advantage[row.where], row.sequence), config)
-            if config.correct_level == "sequence":
-                value = value * run.importance[row.where]
-            elif config.correct != "none":
-                value = value * importance(old, rollout, config)
-            if price is not None:
-                kl = divergence(lp, run.reference[row.where], price.estimator)
-                value = value + price.coef * kl
-            mine = weight[row.where]
-            loss = ((value * mine).sum() - config.entropy_coef * (spread * mine).sum()) / divisor
-            loss.backward()  # type: ignore[no-untyped-call]
-            run.add(loss, figures)
+        with self._log.of("forward-backward"):
+            for row in self._rows(active):
+                lp, spread = logprobs(self._parts, row, entropy=entropy)
+                if fresh:
+                    run.old[row.where] = lp.detach()
+                    run.entropy[row.where] = spread.detach()
+                old, rollout = run.old[row.where], run.rollout[row.where]
+                start = rollout if config.ratio == "rollout" else old
+                value, figures = self._loss(Tokens(lp, start, run.advantage[row.where], row.sequence), config)
+                if config.correct_level == "sequence":
+                    value = value * run.importance[row.where]
+                elif config.correct != "none":
+                    value = value * importance(old, rollout, config)
+                if price is not None:
+                    kl = divergence(lp, run.reference[row.where], price.estimator)
+                    value = value + price.coef * kl
+                mine = weight[row.where]
+                loss = ((value * mine).sum() - config.entropy_coef * (spread * mine).sum()) / divisor
+                loss.backward()  # type: ignore[no-untyped-call]
+                run.add(loss, figures)
         if fresh:
             ranks.merge(run.old, run.entropy)
         if not math.isfinite(whole := run.sum_loss()):
@@ -355,8 +368,10 @@ class Trainer:
         # where no sequence has anything to teach there is no gradient, and AdamW leaves the weights as they are
         count = sum(len(s.at) for s in sequences)
         if self._critic is not None:  # first, so that one that diverges leaves the policy as it was
-            run.value_losses.append(self._critic.learn(self._rows(sequences), run.value, run.target, count))
-        run.finish(self._optimiser.step(lr), count)
+            with self._log.of("critic"):
+                run.value_losses.append(self._critic.learn(self._rows(sequences), run.value, run.target, count))
+        with self._log.of("optimiser"):
+            run.finish(self._optimiser.step(lr), count)
 
     def _aggregated(self, sequences: list[Trainable], run: Running) -> tuple[torch.Tensor, float]:
         """Weights of all tokens in an optimiser step on `sequences`, and what their sum is divided by."""
@@ -444,6 +459,10 @@ class Trainer:
                     f"a sequence of {len(s.tokens)} tokens is longer than the model's context of "
                     f"{self._limits.max_position_embeddings}: lower the episode's token limit"
                 )
+
+    def timings(self) -> list[Span]:
+        """What it did when since it was last asked, the newest of it."""
+        return self._log.take()
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 

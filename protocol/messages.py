@@ -62,6 +62,56 @@ class Health:
     lag: float = 0.0
 
 
+# -- where time goes -------------------------------------------------------------------------------------------------
+
+
+Track = Literal["", "weights"]
+"""What a generator does with its weights goes on beside its requests."""
+
+
+@dataclass(slots=True)
+class Span:
+    """What an actor did from `begin` to `end`, seconds since the epoch by its own clock.
+
+    track: spans of one track of an actor nest; those that are `beside` may overlap as they like. labels: what else is to be
+    known of it. value: then it is no span but a number that was so at `begin`.
+    """
+
+    __pydantic_config__ = _CONFIG
+    name: str
+    begin: float
+    end: float
+    track: Track = ""
+    beside: bool = False
+    labels: dict[str, Any] = field(default_factory=dict)
+    value: float | None = None
+
+
+@dataclass(slots=True)
+class GetSpans:
+    """What have you done since span number `since`, at most the newest `limit` of it? Changes nothing: to be asked again if the
+    answer is lost."""
+
+    __pydantic_config__ = _CONFIG
+    since: int = 0
+    limit: int = 1000
+
+
+@dataclass(slots=True)
+class Spans:
+    """Answer to `GetSpans`. born: names this life of the actor. count: spans so far, which is the next `since`.
+
+    spans: in the order of their ends; the oldest may be forgotten. totals: seconds by what was done, since `born`.
+    """
+
+    __pydantic_config__ = _CONFIG
+    name: str
+    born: float
+    count: int
+    spans: list[Span]
+    totals: dict[str, float]
+
+
 # -- sampling and limits ---------------------------------------------------------------------------------------------
 
 
@@ -368,7 +418,8 @@ class DispatcherStatus:
     dropped_groups: that a failure, a filter, their age or over-sampling kept from training; filtered_groups: of these, by
     the filter; stale_groups: because a token was older than the staleness budget allows (not restored).
     quarantined: task id → what it failed with. waiting: episodes that wait for a slot; used: slots that are taken, of
-    `slots` in all pools that take episodes. moved: attempts that a draining pool gave up and another ran.
+    `slots` in all pools that take episodes. moved: attempts that a draining pool gave up and another ran. granted: slots that
+    were given so far in this life of the dispatcher, after waiting `queued_s` seconds in all.
     """
 
     __pydantic_config__ = _CONFIG
@@ -388,6 +439,8 @@ class DispatcherStatus:
     slots: int = 0
     moved: int = 0
     stale_groups: int = 0
+    granted: int = 0
+    queued_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -586,7 +639,6 @@ class LearnerStatus:
     __pydantic_config__ = _CONFIG
     step: int
     started: bool
-    busy: float
     progress: float = 0.0
     detail: dict[str, float] = field(default_factory=dict)
 

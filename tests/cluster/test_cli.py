@@ -91,6 +91,8 @@ OTHERS = [
     (("query", "empty", "SELECT 1"), "'empty' is not a run folder"),
     (("query", "usde", "SELECT 1"), "there is no run folder 'usde'. Did you mean 'used'?"),
     (("query", "used", "SELEKT 1"), "SELEKT"),
+    (("timeline", "usde"), "there is no run folder 'usde'. Did you mean 'used'?"),
+    (("timeline", "used"), "'used' tells nothing of its time yet: it does after its first step"),
     (("query", "used", "SELECT rewad FROM trajectories"), "rewad"),
     (("query", "used", "SELECT 1", "--format", "jsn"), "unknown format 'jsn', known: table, json, csv, arrow"),
     (("query", "used", "SELECT 1", "-o", "gone/x.csv"), "cannot write 'gone/x.csv'"),

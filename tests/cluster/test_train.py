@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import troupe
+from tests.actors.test_timeline import check
 from troupe.learner.train import app as alone
 from troupe.protocol.trajectory import POLICY
 
@@ -101,6 +102,17 @@ def test_a_run_survives_kills_and_its_folder_keeps_the_contract(tmp_path: Path) 
     assert all({"reward_mean", "reward_std", "entropy", "tokens_per_s", "actors_alive", "kl"} <= row.keys() for row in metrics)
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-0", "step-2", "step-4", "step-6"]
     assert list((run / "tensorboard").iterdir())
+
+    events = json.loads((run / "timeline.json").read_text())
+    check(events)
+    seen = {event["name"] for event in events}
+    assert {"sampling", "load weights", "episode", "commit", "train", "forward-backward", "optimiser", "sync weights"} <= seen
+    assert sum(summary["time"]["shares"].values()) == pytest.approx(1.0)
+    assert 0 < summary["time"]["generator_busy"] <= 1 and 0 < summary["time"]["learner_busy"] <= 1
+    assert all(
+        {"waited_s", "training_s", "sync_s", "generator_busy", "learner_busy", "overlap"} <= row.keys() for row in metrics
+    )
+    assert "the run waited" in output and "An episode took" in output
 
     opened = troupe.open(str(run))
     rows = opened.query("SELECT kind, count(*) AS n, count(DISTINCT id) AS d FROM trajectories GROUP BY kind ORDER BY kind")

@@ -603,6 +603,23 @@ def test_the_world_knows_its_task_and_forgets_the_last_answer():
     assert Goal.task("train", 4).seed == 4
 
 
+def test_the_time_of_an_answer_is_its_verdicts():
+    class Judged(Desk):
+        def verify(self):
+            return 1.0
+
+    timed = []
+
+    async def play():
+        driver = Driver(Judged(), timed=lambda call, seconds: timed.append(call))
+        await driver.reset(TASK)
+        await driver.step("done")
+        await driver.close()
+
+    asyncio.run(play())
+    assert timed == ["reset", "verify"]
+
+
 parts = st.dictionaries(st.sampled_from(["polite", "short", "safe"]), st.floats(-5, 5))
 
 

@@ -33,7 +33,7 @@ from troupe.learner.staleness import staleness
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, NotReady, TroupeError
-from troupe.protocol.messages import Generate, Generated, Scale
+from troupe.protocol.messages import Generate, Generated, Scale, Span
 from troupe.protocol.trajectory import Finish, Trajectory
 
 
@@ -151,6 +151,9 @@ class DigestTrainer:
     def restore(self, folder: str) -> None:
         known = json.loads(Path(folder, "state.json").read_text())
         self.step, self.digest = known["step"], bytes.fromhex(known["digest"])
+
+    def timings(self) -> list[Span]:
+        return []
 
     def adjust(self, changes: Any) -> None:
         self.settings = dict(changes)

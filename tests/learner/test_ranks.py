@@ -262,6 +262,8 @@ def test_a_ranked_trainer_is_a_trainer(tiny: str, batch: list[Trajectory], tmp_p
         trainer.train(batch)
     assert [s[:2] for s in seen[0]] == [(1, 2), (2, 2)] and np.allclose(seen[0], seen[1], rtol=1e-4)
     assert near(shared.tensors(), alone.tensors()) and shared.step == 1
+    told = [[span.name for span in trainer.timings()] for trainer in (shared, alone)]
+    assert told[0] == told[1] and told[0][0] == "pack"
     shared.save(tmp_path / "c")
     shared.train(batch)
     shared.restore(tmp_path / "c")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,18 @@ def test_lengths_one_and_three_with_opposite_advantages(tiny: str, make_trajecto
         losses[kind] = trainer(tiny, **config).train(pair)["loss"]  # −½ on one token, +½ on three, at ratio 1
     expected = [(3 - 1) / 2 / 4, 0.0, (3 - 1) / 2 / 2, (3 - 1) / 2 / 20]
     assert list(losses.values()) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_trainer_tells_what_it_did_when_one_thing_after_the_other(tiny: str, batch: list[Trajectory]) -> None:
+    t = trainer(tiny, kl={"coef": 0.1}, passes=2, minibatches=2)
+    told = t.train(batch)
+    found = t.timings()
+    names = [span.name for span in found]
+    assert names[:4] == ["pack", "old logprobs", "reference logprobs", "advantages"] and names[-1] == "kl"
+    assert names[4:-1] == ["forward-backward", "optimiser"] * 4
+    assert all(one.end <= other.begin for one, other in pairwise(found))
+    assert sum(span.end - span.begin for span in found) <= told["learn_s"] + 1e-3
+    assert t.timings() == []
 
 
 @pytest.mark.parametrize("kind", [FULL, LORA])
