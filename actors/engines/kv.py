@@ -130,7 +130,8 @@ class KVCache:
         """Takes over what another row has of the prompt, or marks the row that is about to have it."""
         if not self._min_shared:
             return
-        best, most = None, row.fed + self._min_shared - 1
+        best: Row | None = None
+        most = row.fed + self._min_shared - 1
         for other in self._rows:
             if other is None or other is row or other.stale or other.source is not None:
                 continue

@@ -59,7 +59,8 @@ def logprobs(logits: torch.Tensor, ids: np.ndarray, temperature: float) -> np.nd
     """Of the given `ids` [n], without top_k and top_p. logits: [n, vocabulary]. Returns [n] float32."""
     tempered = logits.float() / temperature
     chosen = tempered.gather(-1, torch.from_numpy(ids.astype(np.int64))[:, None].to(logits.device))[:, 0]
-    return (chosen - tempered.logsumexp(-1)).cpu().numpy()
+    found: np.ndarray = (chosen - tempered.logsumexp(-1)).cpu().numpy()
+    return found
 
 
 def close(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray, noise: float) -> list[int]:

@@ -76,7 +76,7 @@ class Stepper:
     ) -> None:
         self._answer = answer
         self._max_running = max_running
-        self._new_cache = lambda: kv.KVCache(max_cached_tokens, min_shared)
+        self._new_cache: Callable[[], kv.KVCache] = lambda: kv.KVCache(max_cached_tokens, min_shared)
         self._device = torch.device(device)
         self._generator_name = generator_name
         self._decode = decode
