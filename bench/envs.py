@@ -8,10 +8,10 @@ median over the rounds, so that what else the machine does weighs little. OpenEn
 PYTHON, or `.venv-openenv` (make test-openenv).
 
 steps_vs_openenv: a pool's actor class in this process, with an engine that answers at once: agent loop, recorder, renderer and
-world. Beside it OpenEnv's own server and its own client, their CPU time together: where a step is taken there. Context also
-has both sides' other kinds: `unlike_steps_per_core_s`, a pool whose agent says something else in each turn, of which nothing
-is remembered as it was written; `openenv_tool_steps_per_core_s`, OpenEnv's environment of tools only (MCP), whose one tool
-says back what it hears. Members of a group of eight have the same task, as in a run; tasks are new in each wave.
+world. Beside it OpenEnv's own server and its own client, their CPU time together: where a step is taken there. The
+context also has `unlike_steps_per_core_s`, a pool whose agent says something else in each turn, so that nothing is remembered
+as it was written, and `openenv_tool_steps_per_core_s`, OpenEnv's environment of tools only (MCP) with one that says back what
+it hears: 8 sessions, one round. Members of a group of eight have the same task, as in a run; tasks are new in each wave.
 served_vs_openenv: `troupe env serve` beside OpenEnv's own server, with OpenEnv's own client on both: the server's CPU time.
 """
 
@@ -66,7 +66,6 @@ def main(
     about |= {"cores": os.cpu_count(), "openenv": _version(openenv_python), "websockets": version("websockets")}
     pool: list[float] = []
     unlike: list[float] = []
-    tools: list[dict[str, float]] = []
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder, _server(_theirs(openenv_python)) as far, _server(_ours()) as near:
@@ -77,17 +76,16 @@ def main(
             if only != CASES[1]:
                 pool.append(bench.steps_per_core_s(seconds))
                 unlike.append(other.steps_per_core_s(seconds))
-                with _server(_theirs(openenv_python, "till")) as tooled:
-                    tools.append(_driven(openenv_python, *tooled, seconds, "tools"))
             if only != CASES[0]:
                 ours.append(_driven(openenv_python, *near, seconds))
             print(f"round {number} of {rounds}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    for kept in (pool, unlike, tools, ours, theirs):
+    for kept in (pool, unlike, ours, theirs):
         del kept[:1]
     if pool:
-        whole, called = ([one["steps"] / (one["cpu_s"] + one["server_cpu_s"]) for one in side] for side in (theirs, tools))
-        kinds = {"unlike_steps_per_core_s": round(statistics.median(unlike))}
-        kinds |= {"openenv_tool_steps_per_core_s": round(statistics.median(called))}
+        with _server(_theirs(openenv_python, "till")) as tooled:
+            called = _per_core_s(_driven(openenv_python, *tooled, seconds, sessions=8, kind="tools"))
+        whole = [_per_core_s(one) for one in theirs]
+        kinds = {"unlike_steps_per_core_s": round(statistics.median(unlike)), "openenv_tool_steps_per_core_s": round(called)}
         _line(CASES[0], pool, whole, "OpenEnv's server and its client, the CPU time of both", kinds | about)
     if ours:
         about |= {"wall_steps_s": _median(ours, "seconds"), "openenv_wall_steps_s": _median(theirs, "seconds")}
@@ -185,9 +183,9 @@ def _server(command: list[str]) -> Iterator[tuple[str, int]]:
         process.wait(30)
 
 
-def _driven(python: str, url: str, pid: int, seconds: float, *kind: str) -> dict[str, float]:
+def _driven(python: str, url: str, pid: int, seconds: float, sessions: int = AT_ONCE, kind: str = "") -> dict[str, float]:
     """What OpenEnv's client did, and the CPU time of the server meanwhile."""
-    command = [python, PEER, "bench", url, str(AT_ONCE), str(seconds), *kind]
+    command = [python, PEER, "bench", url, str(sessions), str(seconds), kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdin and client.stdout
         if client.stdout.readline() != "warm\n":
@@ -206,6 +204,11 @@ def _cpu(pid: int) -> float:
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _per_core_s(one: dict[str, float]) -> float:
+    """Steps a second of CPU time of the server and the client together."""
+    return one["steps"] / (one["cpu_s"] + one["server_cpu_s"])
 
 
 def _median(rounds: list[dict[str, float]], per: str) -> float:

@@ -40,7 +40,7 @@ from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic_core import to_jsonable_python
 
@@ -404,7 +404,7 @@ class Driver:
         return EnvironmentFailed(f"{self._where(method)} raised {type(error).__name__}: {told(error)}")
 
 
-def _sound(turn: Any) -> bool:
+def _sound(turn: Any) -> TypeGuard[Turn]:
     """Whether all of it is exactly what a Turn promises, as it mostly is: then there is nothing to convert or to refuse."""
     return (
         type(turn) is Turn

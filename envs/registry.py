@@ -12,7 +12,7 @@ file is loaded once a process: the same name gives the same class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -101,7 +101,7 @@ def find(name: str) -> type[TextWorld]:
 def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
     """An instance with `options` (the recipe's `[env.options]`). Raises ConfigError for options it does not take."""
     name = world.name or world.__name__
-    known, any_other = _takes(world)
+    known, any_other = _takes(world.__init__)
     if not any_other:
         for option in options:
             if option not in known:
@@ -116,9 +116,9 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
 
 
 @lru_cache(256)
-def _takes(world: type[TextWorld]) -> tuple[list[str], bool]:
-    """The options that a world names, and whether it takes any other."""
-    parameters = inspect.signature(world.__init__).parameters.values()
+def _takes(init: Callable[..., None]) -> tuple[list[str], bool]:
+    """The options that a world's `__init__` names, and whether it takes any other."""
+    parameters = inspect.signature(init).parameters.values()
     known = [p.name for p in list(parameters)[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return known, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
