@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -266,6 +267,8 @@ class _Hosted:
             if hasattr(actor, "start"):
                 await actor.start()
             self._actor = actor
+            gc.collect()
+            gc.freeze()  # what was imported and started lives as long as this process: no later collection need look at it
         except Exception as error:
             return self._packed(error, "start")
         return os.getpid()

@@ -12,22 +12,20 @@ the engine has been fed already. Promises (law 1, law 2):
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
-import json
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from troupe.actors.loops.base import LimitReached, Reply
+from troupe.actors.places import Places
 from troupe.actors.rendering import Message, Part, Rendering, SaidCall, Tool, text_of, until
 from troupe.protocol.messages import Generate, Generated, RunEpisode, Sampling
-from troupe.protocol.trajectory import POLICY, TEMPLATE, Node
+from troupe.protocol.trajectory import POLICY, TEMPLATE, Float32, Int32, Node, UInt8
 
 _LONGEST_TOKEN = 64
 """Characters that a token has at most, on average over a long text."""
-_NOTHING = np.zeros(0, np.int32)
+_NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
 
 
@@ -39,11 +37,11 @@ class Speaks(Protocol):
 
 @dataclass(slots=True)
 class _End:
-    """A turn that was sampled, from which a conversation may go on."""
+    """A turn that was sampled, from which a conversation may go on. ids: the first `fed` were fed, the rest sampled."""
 
     node: int
-    prompt: list[int]
-    sampled: list[int]
+    ids: Int32
+    fed: int
 
 
 @dataclass(slots=True)
@@ -51,10 +49,8 @@ class _Plan:
     """Where a conversation continues: after node `parent` whose branch is `ids`, with `parts` (the last one opens the turn)."""
 
     parent: int
-    ids: list[int]
+    ids: Int32
     parts: list[Part]
-    reused: int = 0
-    roles: list[Message] = field(default_factory=list)
 
 
 class Recorder:
@@ -68,7 +64,7 @@ class Recorder:
         self._episode, self._rendering, self._policy = episode, rendering, policy
         windows = [window for window in (context_window, episode.limits.context_window) if window]
         self._window = min(windows, default=0)
-        self._ends: dict[bytes, _End] = {}
+        self._places, self._ends = Places(), dict[int, _End]()  # by the number of the place
         self._children: dict[tuple[int, str], list[int]] = {}
         self._turn = self._reserved = 0
 
@@ -87,18 +83,18 @@ class Recorder:
         max_tokens, stop: a narrower limit and further stop strings for this turn. Raises LimitReached, and whatever the
         policy raises; the conversation is then as if nothing had been asked.
         """
-        self._refuse_if_hopeless(messages)
-        keys = _keys(agent, tools, messages)
-        plan = self._plan(keys, messages, tools, agent)
-        opening = plan.parts[-1].ids
-        prompt = plan.ids + [id_ for part in plan.parts for id_ in part.ids]
-        sampling = self._sampling(len(prompt), len(prompt) - len(plan.ids), max_tokens, stop or [])
+        places, characters = self._places.of(agent, tools, messages)
+        self._refuse_if_hopeless(characters)
+        place, plan = places[-1], self._plan(places, messages, tools, agent)
+        opening = len(plan.parts[-1].ids)
+        prompt = np.concatenate((plan.ids, np.asarray(_ids(plan.parts), np.int32)))
+        sampling = self._sampling(len(prompt), len(prompt) - len(plan.ids), max_tokens, stop)
         turn, self._turn = self._turn, self._turn + 1
         session = f"{self._episode.episode}/{self._episode.attempt}"
         request = Generate(
             request=f"{session}/{turn}",
             session=session,
-            prompt=np.asarray(prompt, np.int32),
+            prompt=prompt,
             sampling=sampling,
             seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,
             min_version=self._episode.min_version,
@@ -114,13 +110,15 @@ class Recorder:
             self._reserved -= reserved
         seconds = loop.time() - began
         sampled: list[int] = answer.tokens.tolist()
+        if not len(sampled) == len(answer.logprobs) == len(answer.versions):
+            told = f"{len(answer.logprobs)} logprobs and {len(answer.versions)} versions"
+            raise ValueError(f"'{answer.generator}' answered with {len(sampled)} tokens but {told}")
         said, text = self._rendering.parse(sampled, prompt, tools), self._rendering.decode(sampled)
-        parent = self._record_prompt(plan, messages, agent, step)
-        provenance = np.full(len(opening) + len(sampled), POLICY, np.uint8)
-        provenance[: len(opening)] = TEMPLATE
-        node = self._add(
-            parent, "assistant", agent, step, opening + sampled, provenance, answer.logprobs, answer.versions, text
-        )
+        parent = self._record_prompt(plan, prompt, messages, agent, step)
+        ids = np.concatenate((prompt, answer.tokens), dtype=np.int32)
+        provenance = _marks(TEMPLATE, opening) + _marks(POLICY, len(sampled))
+        own = ids[len(prompt) - opening :].copy()
+        node = self._add(parent, "assistant", agent, step, own, provenance, text, answer.logprobs, answer.versions)
         reply = Reply(
             text=until(said.text, sampling.stop)[0],
             think=said.think,
@@ -131,34 +129,38 @@ class Recorder:
             prompt_tokens=len(prompt),
             tokens=len(sampled),
         )
-        self._ends[_keys(agent, tools, [reply.message], keys[-1])[-1]] = _End(node, prompt, sampled)
+        self._ends[self._places.after(place, reply.message)] = _End(node, ids, len(prompt))
         return reply
 
     # -- where a conversation goes on --------------------------------------------------------------------------------
 
-    def _plan(self, keys: list[bytes], messages: list[Message], tools: list[Tool] | None, agent: str) -> _Plan:
+    def _plan(self, places: list[int], messages: list[Message], tools: list[Tool] | None, agent: str) -> _Plan:
         for count in range(len(messages), 0, -1):
-            if end := self._ends.get(keys[count]):
+            if end := self._ends.get(places[count]):
                 new = messages[count:]
-                parts = self._rendering.extension(end.prompt, end.sampled, new, tools) if new else None
+                fed, sampled = end.ids[: end.fed], end.ids[end.fed :]
+                parts = self._rendering.extension(fed, sampled, new, tools) if new else None
                 if parts is None:
                     break
                 for part in parts[:-1]:
                     part.message += count
-                return self._shared(_Plan(end.node, [*end.prompt, *end.sampled], parts), agent)
-        return self._shared(_Plan(-1, [], self._rendering.opening(messages, tools)), agent)
+                return self._shared(_Plan(end.node, end.ids, parts), agent)
+        return self._shared(_Plan(-1, _NO_IDS, self._rendering.opening(messages, tools)), agent)
 
     def _shared(self, plan: _Plan, agent: str) -> _Plan:
         """Walks along the nodes that hold the plan's first ids already; what is left of its parts is new."""
-        ids = [id_ for part in plan.parts[:-1] for id_ in part.ids]
-        at = 0
+        *told, opening = plan.parts
+        if not self._children.get((plan.parent, agent)):  # nothing was ever said from there
+            plan.parts = [*(part for part in told if part.ids), opening]
+            return plan
+        ids, at = _ids(told), 0
         while held := [c for c in self._children.get((plan.parent, agent), ()) if self._holds(c, ids, at)]:
             plan.parent = held[0]
             at += len(self.nodes[held[0]].tokens)
-        plan.ids = plan.ids + ids[:at]
+        plan.ids = np.concatenate((plan.ids, np.asarray(ids[:at], np.int32)))
         left: list[Part] = []
         carried = Part(0)
-        for part in plan.parts[:-1]:
+        for part in told:
             rest = Part(part.message, carried.ids + part.ids[at:], carried.provenance + part.provenance[at:])
             partly = 0 < at < len(part.ids)
             at = max(0, at - len(part.ids))
@@ -166,7 +168,6 @@ class Recorder:
             carried = rest if partly and not any(p != TEMPLATE for p in rest.provenance) else Part(0)
             if rest.ids and rest is not carried:
                 left.append(rest)
-        opening = plan.parts[-1]
         plan.parts = [*left, Part(-1, carried.ids + opening.ids, carried.provenance + opening.provenance)]
         return plan
 
@@ -176,52 +177,44 @@ class Recorder:
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
-    def _refuse_if_hopeless(self, messages: list[Message]) -> None:
+    def _refuse_if_hopeless(self, characters: int) -> None:
         """A text that cannot fit whatever its tokens are is not tokenized at all: that alone could take minutes."""
-        characters = sum(len(text_of(message)) for message in messages)
         if self._window and characters > _LONGEST_TOKEN * self._window:
             raise LimitReached("context_window")
         if characters > _LONGEST_TOKEN * self._episode.limits.max_episode_tokens:
             raise LimitReached("max_tokens")
 
-    def _sampling(self, prompt: int, added: int, max_tokens: int | None, stop: list[str]) -> Sampling:
+    def _sampling(self, prompt: int, added: int, max_tokens: int | None, stop: list[str] | None) -> Sampling:
         """The settings of a turn, shortened to what the episode and the context have left."""
         asked, limits = self._episode.sampling, self._episode.limits
         left = limits.max_episode_tokens - self.tokens - self._reserved - added
         if left < 1:
             raise LimitReached("max_tokens")
-        room = [asked.max_tokens, left, max_tokens if max_tokens is not None and max_tokens > 0 else asked.max_tokens]
+        room = min(asked.max_tokens, left, max_tokens if max_tokens is not None and max_tokens > 0 else asked.max_tokens)
         if self._window:
-            room.append(self._window - prompt)
-        if min(room) < 1:
+            room = min(room, self._window - prompt)
+        if room < 1:
             raise LimitReached("context_window")
         return Sampling(
             temperature=asked.temperature,
             top_p=asked.top_p,
             top_k=asked.top_k,
-            max_tokens=min(room),
+            max_tokens=room,
             stop_ids=asked.stop_ids or self._rendering.stop_ids,
-            stop=[text for text in (*asked.stop, *stop) if text],
+            stop=[text for text in (*asked.stop, *(stop or ())) if text],
         )
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
-    def _record_prompt(self, plan: _Plan, messages: list[Message], agent: str, step: int) -> int:
-        parent = plan.parent
+    def _record_prompt(self, plan: _Plan, prompt: Int32, messages: list[Message], agent: str, step: int) -> int:
+        """Adds a node for each new message of the prompt. Returns the last one."""
+        parent, at = plan.parent, len(plan.ids)
         for part in plan.parts[:-1]:
-            message = messages[part.message]
+            message, ids = messages[part.message], prompt[at : at + len(part.ids)].copy()
+            at += len(ids)
             role = str(message.get("role", ""))
-            provenance = np.asarray(part.provenance, np.uint8)
             parent = self._add(
-                parent,
-                role,
-                agent,
-                -1 if role == "system" else step,
-                part.ids,
-                provenance,
-                _NO_LOGPROBS,
-                _NOTHING,
-                text_of(message),
+                parent, role, agent, -1 if role == "system" else step, ids, bytearray(part.provenance), text_of(message)
             )
         return parent
 
@@ -231,40 +224,26 @@ class Recorder:
         role: str,
         agent: str,
         step: int,
-        ids: list[int],
-        provenance: np.ndarray[Any, Any],
-        logprobs: np.ndarray[Any, Any],
-        versions: np.ndarray[Any, Any],
+        ids: Int32,
+        provenance: bytearray,
         text: str,
+        logprobs: Float32 = _NO_LOGPROBS,
+        versions: Int32 = _NO_IDS,
     ) -> int:
-        node = Node(parent, role, step, np.asarray(ids, np.int32), provenance, logprobs, versions, text, agent)
-        node.check()
-        self.nodes.append(node)
+        origin: UInt8 = np.frombuffer(provenance, np.uint8)
+        self.nodes.append(Node(parent, role, step, ids, origin, logprobs, versions, text, agent))
         self.tokens += len(ids)
-        self._children.setdefault((parent, agent), []).append(len(self.nodes) - 1)
-        return len(self.nodes) - 1
+        number = len(self.nodes) - 1
+        self._children.setdefault((parent, agent), []).append(number)
+        return number
 
 
-def _keys(agent: str, tools: list[Tool] | None, messages: list[Message], before: bytes | None = None) -> list[bytes]:
-    """A digest of each beginning of the conversation: the empty one, the first message, the first two, …
-
-    Two conversations with the same key say the same; thoughts do not count, since clients do not send them back.
-    """
-    keys = [hashlib.blake2b(repr([agent, tools or []]).encode()).digest() if before is None else before]
-    for message in messages:
-        calls = [_call_key(call) for call in message.get("tool_calls") or []]
-        said = [message.get("role"), text_of(message).strip(), calls, message.get("tool_call_id") or ""]
-        keys.append(hashlib.blake2b(keys[-1] + repr(said).encode(), digest_size=32).digest())
-    return keys
+def _ids(parts: list[Part]) -> list[int]:
+    return [id_ for part in parts for id_ in part.ids]
 
 
-def _call_key(call: Any) -> list[Any]:
-    function = call.get("function") or {}
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # broken as the agent wrote it: compared as text
-            arguments = json.loads(arguments)
-    return [call.get("id", ""), function.get("name", ""), json.dumps(arguments, sort_keys=True, default=str)]
+def _marks(provenance: int, count: int) -> bytearray:
+    return bytearray((provenance,)) * count
 
 
 def _identified(call: SaidCall, turn: int, number: int, finish: str) -> SaidCall:

@@ -8,15 +8,20 @@ median over the rounds, so that what else the machine does weighs little. OpenEn
 PYTHON, or `.venv-openenv` (make test-openenv).
 
 steps_vs_openenv: a pool's actor class in this process, with an engine that answers at once: agent loop, recorder, renderer and
-world. Beside it OpenEnv's own server and its own client, their CPU time together: where a step is taken there.
+world. Beside it OpenEnv's own server and its own client, their CPU time together: where a step is taken there. The
+context also has `unlike_steps_per_core_s`, a pool whose agent says something else in each turn, so that nothing is remembered
+as it was written, and `openenv_tool_steps_per_core_s`, OpenEnv's environment of tools only (MCP) with one that says back what
+it hears: 8 sessions, one round. Members of a group of eight have the same task, as in a run; tasks are new in each wave.
 served_vs_openenv: `troupe env serve` beside OpenEnv's own server, with OpenEnv's own client on both: the server's CPU time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -29,13 +34,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
-from rollout import LIMITS, FixedEngine, Here
+from rollout import GROUP, LIMITS, FixedEngine, Here
 
 from troupe.actors import rendering
 from troupe.actors.env_pool import EnvPool
 from troupe.learner.tiny import make_tiny
-from troupe.protocol.messages import Routes, RunEpisode, Sampling
+from troupe.protocol.messages import Generate, Generated, Routes, RunEpisode, Sampling
 from troupe.protocol.trajectory import Task
 
 ROOT = Path(__file__).parents[1]
@@ -59,22 +65,28 @@ def main(
     about = {"turns": TURNS, "at_once": AT_ONCE, "rounds": rounds, "load": round(os.getloadavg()[0], 2)}
     about |= {"cores": os.cpu_count(), "openenv": _version(openenv_python), "websockets": version("websockets")}
     pool: list[float] = []
+    unlike: list[float] = []
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder, _server(_theirs(openenv_python)) as far, _server(_ours()) as near:
-        bench = Pool(str(make_tiny(Path(folder) / "model", ["hello echo train heldout system user assistant 0 1 2 3 4"])))
+        model = str(make_tiny(Path(folder) / "model", ["hello echo train heldout system user assistant 0 1 2 3 4"]))
+        bench, other = Pool(model), Pool(model, unlike=True)
         for number in range(rounds + 1):  # alternately; the first round warms up
             theirs.append(_driven(openenv_python, *far, seconds))
             if only != CASES[1]:
                 pool.append(bench.steps_per_core_s(seconds))
+                unlike.append(other.steps_per_core_s(seconds))
             if only != CASES[0]:
                 ours.append(_driven(openenv_python, *near, seconds))
             print(f"round {number} of {rounds}: load {os.getloadavg()[0]:.1f}", file=sys.stderr)
-    for kept in (pool, ours, theirs):
+    for kept in (pool, unlike, ours, theirs):
         del kept[:1]
     if pool:
-        whole = [one["steps"] / (one["cpu_s"] + one["server_cpu_s"]) for one in theirs]
-        _line(CASES[0], pool, whole, "OpenEnv's server and its client, the CPU time of both", about)
+        with _server(_theirs(openenv_python, "till")) as tooled:
+            called = _per_core_s(_driven(openenv_python, *tooled, seconds, sessions=8, kind="tools"))
+        whole = [_per_core_s(one) for one in theirs]
+        kinds = {"unlike_steps_per_core_s": round(statistics.median(unlike)), "openenv_tool_steps_per_core_s": round(called)}
+        _line(CASES[0], pool, whole, "OpenEnv's server and its client, the CPU time of both", kinds | about)
     if ours:
         about |= {"wall_steps_s": _median(ours, "seconds"), "openenv_wall_steps_s": _median(theirs, "seconds")}
         about |= {"open_ms": _opened(ours), "openenv_open_ms": _opened(theirs)}
@@ -86,36 +98,51 @@ def main(
 
 
 class Pool:
-    """An environment pool whose messages are plain calls."""
+    """An environment pool whose messages are plain calls. unlike: its agent never says the same twice."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, unlike: bool = False) -> None:
         told = rendering.load(model)
-        engine = FixedEngine([*told.encode("hello"), told.stop_ids[0]])
+        engine = (Unlike if unlike else FixedEngine)([*told.encode("hello"), told.stop_ids[0]])
         self._pool = EnvPool(Here(engine), "echo", {"turns": TURNS}, model, AT_ONCE)  # type: ignore[arg-type]
+        self._waves = 0
 
     def steps_per_core_s(self, seconds: float) -> float:
+        gc.collect()
+        gc.freeze()  # as an actor's host does
         return asyncio.run(self._steps(seconds))
 
     async def _steps(self, seconds: float) -> float:
         await self._pool.routes(Routes(["generator"]))
         steps, began, cpu = 0, time.perf_counter(), time.process_time()
         while time.perf_counter() < began + seconds:
-            done = await asyncio.gather(*(self._pool.run_episode(_episode(number)) for number in range(AT_ONCE)))
+            self._waves += 1
+            numbers = range(self._waves * AT_ONCE, (self._waves + 1) * AT_ONCE)
+            done = await asyncio.gather(*(self._pool.run_episode(_episode(number)) for number in numbers))
             steps += sum(episode.turns for episode in done)
             if any(episode.status != "completed" for episode in done):
                 raise RuntimeError(f"an episode broke: {done}")
         return steps / (time.process_time() - cpu)
 
 
+class Unlike(FixedEngine):
+    """Says six letters by chance."""
+
+    async def generate(self, request: Generate) -> Generated:
+        said = await super().generate(request)
+        letters = random.Random(request.seed).choices(range(70, 90), k=6)
+        tokens = np.asarray([*letters, int(said.tokens[-1])], np.int32)
+        return Generated(tokens, np.full(7, -1.0, np.float32), np.zeros(7, np.int32), "stop", "unlike")
+
+
 def _episode(number: int) -> RunEpisode:
     return RunEpisode(
         episode=f"e{number}",
         attempt=0,
-        group=number,
-        member=0,
+        group=number // GROUP,
+        member=number % GROUP,
         kind="train",
         step=1,
-        task=Task(f"train/{number}", "echo", "train", number),
+        task=Task(f"train/{number // GROUP}", "echo", "train", number // GROUP),
         sampling=Sampling(max_tokens=8),
         limits=LIMITS,
         seed=number,
@@ -125,8 +152,8 @@ def _episode(number: int) -> RunEpisode:
 # -- servers, and the client -----------------------------------------------------------------------------------------
 
 
-def _theirs(python: str) -> list[str]:
-    return [python, PEER, "serve", "{port}", "echo", str(2 * AT_ONCE)]
+def _theirs(python: str, world: str = "echo") -> list[str]:
+    return [python, PEER, "serve", "{port}", world, str(2 * AT_ONCE)]
 
 
 def _ours() -> list[str]:
@@ -156,9 +183,9 @@ def _server(command: list[str]) -> Iterator[tuple[str, int]]:
         process.wait(30)
 
 
-def _driven(python: str, url: str, pid: int, seconds: float) -> dict[str, float]:
+def _driven(python: str, url: str, pid: int, seconds: float, sessions: int = AT_ONCE, kind: str = "") -> dict[str, float]:
     """What OpenEnv's client did, and the CPU time of the server meanwhile."""
-    command = [python, PEER, "bench", url, str(AT_ONCE), str(seconds)]
+    command = [python, PEER, "bench", url, str(sessions), str(seconds), kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdin and client.stdout
         if client.stdout.readline() != "warm\n":
@@ -177,6 +204,11 @@ def _cpu(pid: int) -> float:
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _per_core_s(one: dict[str, float]) -> float:
+    """Steps a second of CPU time of the server and the client together."""
+    return one["steps"] / (one["cpu_s"] + one["server_cpu_s"])
 
 
 def _median(rounds: list[dict[str, float]], per: str) -> float:

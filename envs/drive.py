@@ -32,6 +32,7 @@ import asyncio
 import ctypes
 import inspect
 import json
+import math
 import queue
 import threading
 import time
@@ -39,7 +40,7 @@ from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic_core import to_jsonable_python
 
@@ -62,6 +63,10 @@ _STRIKES_S = (0.02, 0.2, 0.5, 1.0, 2.0)  # pauses after each WorldKilled
 
 Outcome = tuple[Any, BaseException | None]
 """(result, error) of a call: as a value, because futures and tasks treat some exceptions as their own."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class WorldKilled(BaseException):
@@ -238,10 +243,7 @@ class Driver:
         """One call within an episode. read: makes a Turn or a str of what came back. beside: others may run meanwhile, so
         the episode may end before this call begins or before it returns."""
 
-        def still_playing() -> None:
-            if beside and self._over:
-                raise InvalidAction("the episode is over")
-
+        still_playing = self._still_playing if beside else _nothing
         still_playing()
         if not self._playing:
             raise EnvironmentFailed(f"{self._where(method)} was called outside of an episode: reset it first")
@@ -260,8 +262,12 @@ class Driver:
             self._playing, self._over = False, True
         return turn
 
+    def _still_playing(self) -> None:
+        if self._over:
+            raise InvalidAction("the episode is over")
+
     async def _call(
-        self, method: str, function: Callable[[], Any], before: Callable[[], None] = lambda: None, call: str = "step"
+        self, method: str, function: Callable[[], Any], before: Callable[[], None] = _nothing, call: str = "step"
     ) -> Any:
         """What `function` returns, awaited if need be. before: may raise, when it is the call's turn. call: its kind."""
         clock = asyncio.get_running_loop().time
@@ -281,7 +287,7 @@ class Driver:
                     before()
                     until = clock() + self.timeout_s
                     result = self._opened(method, await self._in_thread(function, until))
-            if inspect.isawaitable(result):
+            if type(result) is not Turn and inspect.isawaitable(result):
                 result = self._opened(method, await self._awaited(result, until))
         except _Overdue:
             raise TimedOut(f"{self._where(method)} has not returned for {self.timeout_s:g} s") from None
@@ -354,9 +360,12 @@ class Driver:
             raise EnvironmentFailed(f"{self._where(method)} returned {kind}, which is no JSON: {error}") from error
 
     def _checked(self, method: str, turn: Any) -> Turn:
-        where = self._where(method)
+        if _sound(turn):
+            turn.text = _encodable(turn.text)
+            return turn
         if isinstance(turn, str):
             return Turn(_encodable(turn))
+        where = self._where(method)
         if not isinstance(turn, Turn):
             raise EnvironmentFailed(f"{where} returned {type(turn).__name__}, not a Turn or a str")
         if not isinstance(turn.text, str):
@@ -395,6 +404,21 @@ class Driver:
 
     def _failed(self, method: str, error: BaseException) -> EnvironmentFailed:
         return EnvironmentFailed(f"{self._where(method)} raised {type(error).__name__}: {told(error)}")
+
+
+def _sound(turn: Any) -> TypeGuard[Turn]:
+    """Whether all of it is exactly what a Turn promises, as it mostly is: then there is nothing to convert or to refuse."""
+    return (
+        type(turn) is Turn
+        and type(turn.text) is str
+        and type(turn.reward) is float
+        and math.isfinite(turn.reward)
+        and type(turn.parts) is dict
+        and not turn.parts
+        and type(turn.done) is bool
+        and type(turn.truncated) is bool
+        and (turn.success is None or type(turn.success) is bool)
+    )
 
 
 def told(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable
 from typing import ClassVar
 
 from troupe.envs.base import Task, TextWorld, Turn
@@ -22,22 +23,29 @@ class Echo(TextWorld):
 
     name: ClassVar[str] = "echo"
     max_turns: ClassVar[int] = 1_000
+    inline: ClassVar[bool] = True
 
     def __init__(self, turns: int = 1, sleep: float = 0.0, fail: float = 0.0, flaky: float = 0.0, hang: bool = False) -> None:
         if not 1 <= turns <= self.max_turns:
             raise ValueError(f"turns is {turns}; it is 1 to {self.max_turns}")
         self.turns, self.sleep, self.fail, self.flaky, self.hang = turns, sleep, fail, flaky, hang
 
-    async def reset(self, task: Task) -> str:
+    def reset(self, task: Task) -> str:
         self.turn = 0
         self.reward = round(self.rng.random(), 3)
         return f"echo {task.split} {task.seed}"
 
-    async def step(self, text: str) -> Turn:
+    def step(self, text: str) -> Turn | Awaitable[Turn]:
+        return self._slowly(text) if self.hang or self.sleep else self.answer(text)
+
+    async def _slowly(self, text: str) -> Turn:
         if self.hang:
             await asyncio.Event().wait()
-        if self.sleep:
-            await asyncio.sleep(self.sleep)
+        await asyncio.sleep(self.sleep)
+        return self.answer(text)
+
+    def answer(self, text: str) -> Turn:
+        """The next turn, at once."""
         self.turn += 1
         if self.rng.random() < self.fail:
             raise RuntimeError(f"step {self.turn} fails by the task's seed")

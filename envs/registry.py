@@ -12,8 +12,8 @@ file is loaded once a process: the same name gives the same class.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -101,9 +101,8 @@ def find(name: str) -> type[TextWorld]:
 def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
     """An instance with `options` (the recipe's `[env.options]`). Raises ConfigError for options it does not take."""
     name = world.name or world.__name__
-    parameters = inspect.signature(world.__init__).parameters
-    known = [p.name for p in list(parameters.values())[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    known, any_other = _takes(world.__init__)
+    if not any_other:
         for option in options:
             if option not in known:
                 hint = nearest(option, known) or f" Known: {', '.join(known)}."
@@ -114,6 +113,14 @@ def make(world: type[TextWorld], options: Mapping[str, Any]) -> TextWorld:
         raise ConfigError(f"{name}: {_line(error)}") from error
     except Exception as error:  # user code: it may raise anything
         raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {_line(error)}") from error
+
+
+@lru_cache(256)
+def _takes(init: Callable[..., None]) -> tuple[list[str], bool]:
+    """The options that a world's `__init__` names, and whether it takes any other."""
+    parameters = inspect.signature(init).parameters.values()
+    known = [p.name for p in list(parameters)[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return known, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 @cache

@@ -17,23 +17,27 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 from troupe.actors.rendering.tokenizer import PlainTokenizer
 from troupe.protocol.errors import ConfigError, nearest
-from troupe.protocol.trajectory import ENVIRONMENT, TEMPLATE, CallStatus
+from troupe.protocol.trajectory import ENVIRONMENT, TEMPLATE, CallStatus, Int32
 
 Message = dict[str, Any]
 """A message as OpenAI's clients write it: role, content, and where they apply tool_calls, tool_call_id, reasoning_content."""
 Tool = dict[str, Any]
 """A tool as JSON schema: name, description, parameters."""
+Ids = list[int] | Int32
 
 SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @dataclass(slots=True)
 class Part:
-    """What one message adds. message: its index, -1 for the scaffold after which the agent speaks."""
+    """What one message adds. message: its index, -1 for the scaffold after which the agent speaks. The lists may be shared:
+    they are not to be changed."""
 
     message: int
     ids: list[int] = field(default_factory=list)
@@ -62,6 +66,27 @@ class Said:
     closed: bool
 
 
+@runtime_checkable
+class Appends(Protocol):
+    """A renderer that writes a message in the same way wherever it stands, so that it need be written only once. May be
+    offered beside what `renderers.Renderer` asks for, whose `bridge_to_next_turn` must then add the same ids."""
+
+    def closing(self, last: int) -> list[int]:
+        """What follows the agent's turn, whose last id that is."""
+
+    def written(self, role: str, text: str) -> tuple[list[int], list[bool]]:
+        """A whole message, not an agent's: its ids, and which of them say something."""
+
+    def opens(self) -> list[int]:
+        """What precedes the agent's turn."""
+
+
+_REPEATED = 1_000
+"""Characters of the longest text that is remembered as it was written: worlds repeat themselves."""
+_OPENINGS, _OPENING, _LONGEST_OPENING = 256, 2, 50_000
+"""Openings of that many messages and characters, tools included, are remembered: the members of a group open alike."""
+
+
 class Rendering:
     """One model's way of writing conversations down."""
 
@@ -70,18 +95,30 @@ class Rendering:
         self.stop_ids = stop_ids
         """Ids that end the agent's turn."""
         self._tokenizer, self._renderer = tokenizer, renderer
+        self._appends: Appends | None = renderer if isinstance(renderer, Appends) else None
+        self._written = functools.lru_cache(4096)(self._write)
+        self._opened: dict[str, list[Part]] = {}
 
     def opening(self, messages: list[Message], tools: list[Tool] | None = None) -> list[Part]:
         """A whole conversation up to where the agent speaks: a part a message, then the opening."""
-        made = self._renderer.render(self._guarded(messages), tools=self._described(tools), add_generation_prompt=True)
-        return _parts(made, 0, len(messages))
+        key = repr((messages, tools)) if len(messages) <= _OPENING else ""
+        parts = self._opened.get(key)
+        if parts is None:
+            made = self._renderer.render(self._guarded(messages), tools=self._described(tools), add_generation_prompt=True)
+            parts = _parts(made, 0, len(messages))
+            if 0 < len(key) <= _LONGEST_OPENING:
+                if len(self._opened) >= _OPENINGS:
+                    self._opened.pop(next(iter(self._opened)), None)
+                self._opened[key] = parts
+        return list(parts)
 
-    def extension(
-        self, prompt: list[int], sampled: list[int], new: list[Message], tools: list[Tool] | None = None
-    ) -> list[Part] | None:
+    def extension(self, prompt: Ids, sampled: Ids, new: list[Message], tools: list[Tool] | None = None) -> list[Part] | None:
         """What `new` messages add after a turn that was sampled; None if this renderer would change what came before."""
-        made = self._renderer.bridge_to_next_turn(prompt, sampled, self._guarded(new), tools=self._described(tools))
-        before = [*prompt, *sampled]
+        if self._appends is not None:
+            return self._appended(self._appends, int((sampled if len(sampled) else prompt)[-1]), new)
+        fed, said = _listed(prompt), _listed(sampled)
+        made = self._renderer.bridge_to_next_turn(fed, said, self._guarded(new), tools=self._described(tools))
+        before = [*fed, *said]
         if made is None or made.token_ids[: len(before)] != before:
             return None
         return _parts(made, len(before), len(new))
@@ -97,11 +134,12 @@ class Rendering:
         ends = [at for at, id_ in enumerate(said) if id_ in self.stop_ids]
         return said[: ends[-1] + 1] if ends else said
 
-    def parse(self, sampled: list[int], prompt: list[int] | None = None, tools: list[Tool] | None = None) -> Said:
+    def parse(self, sampled: list[int], prompt: Ids | None = None, tools: list[Tool] | None = None) -> Said:
         """What was said."""
         spoken = sampled[:-1] if sampled and sampled[-1] in self.stop_ids else sampled
+        fed = None if prompt is None or self._appends else _listed(prompt)
         try:
-            found = self._renderer.parse_response(spoken, tools=_functions(tools), prompt_ids=prompt)
+            found = self._renderer.parse_response(spoken, tools=_functions(tools), prompt_ids=fed)
         except (RecursionError, ValueError) as error:  # JSON that no parser takes: nested too deeply, numbers too long
             raw = self._tokenizer.decode(spoken)
             return Said("", "", [SaidCall("", None, raw, "malformed", f"the call cannot be read: {error}")], True)
@@ -133,6 +171,26 @@ class Rendering:
 
     def _guarded(self, messages: list[Message]) -> list[Message]:
         return [_guarded(message, self._tokenizer) for message in messages]
+
+    def _appended(self, renderer: Appends, last: int, new: list[Message]) -> list[Part] | None:
+        """See `extension`. An agent's message among the new ones was not sampled here: it would be written anew."""
+        parts = []
+        for index, message in enumerate(new):
+            role, text = _role(message), _content(message)
+            if role == "assistant":
+                return None
+            ids, provenance = (self._written if len(text) <= _REPEATED else self._write)(role, text)
+            if index == 0 and (close := renderer.closing(last)):
+                ids, provenance = [*close, *ids], [*[TEMPLATE] * len(close), *provenance]
+            parts.append(Part(index, ids, provenance))
+        opened = renderer.opens()
+        return [*parts, Part(-1, opened, [TEMPLATE] * len(opened))]
+
+    def _write(self, role: str, text: str) -> tuple[list[int], list[int]]:
+        """A message of that text, which may be hostile: ids and provenance."""
+        assert self._appends is not None
+        ids, says = self._appends.written(role, self._tokenizer.guard(text))
+        return ids, [ENVIRONMENT if one else TEMPLATE for one in says]
 
 
 @functools.lru_cache(maxsize=16)
@@ -277,18 +335,32 @@ def _functions(tools: list[Tool] | None) -> list[Tool] | None:
 
 
 def _guarded(message: Message, tokenizer: PlainTokenizer) -> Message:
-    mine = message.get("role") == "assistant"  # thoughts and calls of an agent are marks that mean something
+    role, text = _role(message), _content(message)
+    mine = role == "assistant"  # thoughts and calls of an agent are marks that mean something
 
     def guard(text: str) -> str:
         return tokenizer.guard(text, special_only=mine)
 
+    kept: Message = _each_text({key: value for key, value in message.items() if key in _GUARDED}, guard)
+    return {**message, **kept, "role": role, "content": guard(text)}
+
+
+def _role(message: Message) -> str:
     role = str(message.get("role"))
-    if (role := _ROLES.get(role, role)) not in _ROLES.values():
-        raise ConfigError(f"a message of role '{role}': roles are {', '.join(_ROLES.values())}")
+    if (found := _ROLES.get(role)) is None:
+        raise ConfigError(f"a message of role '{role}': roles are {', '.join(dict.fromkeys(_ROLES.values()))}")
+    return found
+
+
+def _content(message: Message) -> str:
     if not isinstance(content := message.get("content"), str | list | None):
         raise ConfigError(f"the content of a message is {type(content).__name__}, not text")
-    kept: Message = _each_text({key: value for key, value in message.items() if key in _GUARDED}, guard)
-    return {**message, **kept, "role": role, "content": guard(text_of(message))}
+    return text_of(message)
+
+
+def _listed(ids: Ids) -> list[int]:
+    found: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else ids
+    return found
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

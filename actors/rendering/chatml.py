@@ -67,6 +67,7 @@ class ChatMLRenderer:
         self._start, self._end = ids
         self._newline = tokenizer.encode("\n")
         self._agent = tokenizer.encode("assistant\n")
+        self._opening = [self._start, *self._agent]
 
     def render(
         self, messages: list[Any], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
@@ -84,7 +85,7 @@ class ChatMLRenderer:
         for index, message in enumerate(messages):
             self._add(made, index, message.get("role") or "", system if has_system and index == 0 else _spoken(message))
         if add_generation_prompt:
-            self._open(made)
+            self._emit(made, -1, self._opening)
         return made
 
     def render_ids(self, messages: list[Any], **options: Any) -> list[int]:
@@ -106,13 +107,10 @@ class ChatMLRenderer:
             message_tool_names=extract_message_tool_names(new_messages),
         )
         before = [*previous_prompt_ids, *previous_completion_ids]
-        self._emit(made, -1, before, [False] * len(before))
-        if before[-1:] != [self._end]:
-            self._emit(made, -1, [self._end], [False])
-        self._emit(made, -1, self._newline)
+        self._emit(made, -1, [*before, *self.closing(before[-1] if before else -1)])
         for index, message in enumerate(new_messages):
             self._add(made, index, message.get("role") or "", text_of(message))
-        self._open(made)
+        self._emit(made, -1, self._opening)
         return made
 
     def parse_response(
@@ -120,6 +118,8 @@ class ChatMLRenderer:
     ) -> ParsedResponse:
         said = self._tokenizer.decode(token_ids[:-1] if token_ids[-1:] == [self._end] else token_ids)
         thoughts, complete = None, True
+        if "<" not in said:
+            return ParsedResponse(said)
         if THINK in said:
             before, _, inside = said.partition(THINK)
             thoughts, closed, after = inside.partition(END_THINK)
@@ -130,24 +130,30 @@ class ChatMLRenderer:
     def get_stop_token_ids(self) -> list[int]:
         return [self._end]
 
+    # -- what is the same wherever it stands (see `rendering.Appends`) --------------------------------------------------
+
+    def closing(self, last: int) -> list[int]:
+        return self._newline if last == self._end else [self._end, *self._newline]
+
+    def written(self, role: str, text: str) -> tuple[list[int], list[bool]]:
+        pairs = attribute_text_segments(self._tokenizer, [(f"{role}\n", False), (text, True)])
+        ids = [self._start, *(id_ for id_, _ in pairs), self._end, *self._newline]
+        return ids, [False, *(content for _, content in pairs), False, *[False] * len(self._newline)]
+
+    def opens(self) -> list[int]:
+        return self._opening
+
     # -- building ----------------------------------------------------------------------------------------------------
 
     def _add(self, made: RenderedTokens, index: int, role: str, text: str) -> None:
         """A whole message. What an assistant would have sampled is marked so: its text and the end of its turn."""
-        mine = role == "assistant"
-        self._emit(made, index, [self._start])
-        if mine:  # the agent begins to speak after the newline: no token crosses it
-            self._emit(made, index, self._agent)
-            ids = self._tokenizer.encode(text) if text else []
-            self._emit(made, index, [*ids, self._end], [True] * (len(ids) + 1), sampled=True)
-        else:
-            pairs = list(attribute_text_segments(self._tokenizer, [(f"{role}\n", False), (text, True)]))
-            self._emit(made, index, [id_ for id_, _ in pairs], [content for _, content in pairs])
-            self._emit(made, index, [self._end])
+        if role != "assistant":
+            self._emit(made, index, *self.written(role, text))
+            return
+        self._emit(made, index, self._opening)  # the agent begins to speak after the newline: no token crosses it
+        ids = self._tokenizer.encode(text) if text else []
+        self._emit(made, index, [*ids, self._end], [True] * (len(ids) + 1), sampled=True)
         self._emit(made, index, self._newline)
-
-    def _open(self, made: RenderedTokens) -> None:
-        self._emit(made, -1, [self._start, *self._agent])
 
     def _emit(
         self, made: RenderedTokens, index: int, ids: list[int], content: list[bool] | None = None, sampled: bool = False

@@ -36,6 +36,7 @@ class PlainTokenizer:
         self.name_or_path = folder
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         self._scaffold = functools.lru_cache(4096)(self._encode)  # the same few short texts hold every message together
+        self._short = functools.lru_cache(4096)(self._decode)  # so are the moves of a game
         settings = _read(Path(folder) / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder().values()
         marks = sorted((token.content for token in added if len(token.content) > 1), key=len, reverse=True)
@@ -76,8 +77,8 @@ class PlainTokenizer:
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """Ids to text, special tokens shown. Bytes that are no UTF-8 become U+FFFD."""
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        ids = (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)
+        return (self._short if len(ids) <= _SHORT else self._decode)(ids, skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token, or of each of several; the unknown token's (or None) for one that does not exist."""
@@ -110,6 +111,9 @@ class PlainTokenizer:
     def _encode(self, piece: str) -> tuple[list[int], list[tuple[int, int]]]:
         made = self._tokenizer.encode(piece, add_special_tokens=False)
         return made.ids, made.offsets
+
+    def _decode(self, ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _id(self, token: Any) -> int | None:
         content = _content(token)

@@ -4,7 +4,7 @@
     python openenv_peer.py serve PORT echo|lines|colours|pairs|till [SESSIONS]   its server, with a small environment
     python openenv_peer.py drive URL EPISODES                                   its clients play a served `guess`; prints JSON
     python openenv_peer.py call URL                                             its MCP client plays a served `stockroom`
-    python openenv_peer.py bench URL SESSIONS SECONDS                           its client steps as fast as it can; prints JSON
+    python openenv_peer.py bench URL SESSIONS SECONDS [tools]                   its client steps as fast as it can; prints JSON
 """
 
 import asyncio
@@ -243,10 +243,13 @@ async def call(url: str) -> None:
         )
 
 
-async def bench(url: str, sessions: int, seconds: float) -> None:
-    """Episodes on all sessions at once: a reset, then steps until done. Only steps are counted."""
+async def bench(url: str, sessions: int, seconds: float, tools: bool = False) -> None:
+    """Episodes on all sessions at once: a reset, then eight steps, which are counted. tools: of `till`, by its MCP client."""
     opening = time.perf_counter()
-    envs = [GenericEnvClient(base_url=url) for _ in range(sessions)]
+    envs = [(MCPToolClient if tools else GenericEnvClient)(base_url=url) for _ in range(sessions)]
+    action: Any = {"message": "hello"}
+    if tools:
+        action = CallToolAction(tool_name="echo_message", arguments=action)
     for env in envs:
         await env.connect()
     opened = time.perf_counter() - opening
@@ -254,9 +257,9 @@ async def bench(url: str, sessions: int, seconds: float) -> None:
     async def play(env: Any, until: float) -> int:
         steps = 0
         while time.perf_counter() < until:
-            result = await env.reset(seed=steps)
-            while not result.done:
-                result = await env.step({"message": "hello"})
+            await env.reset(seed=steps)
+            for _ in range(8):
+                await env.step(action)
                 steps += 1
         return steps
 
@@ -268,7 +271,7 @@ async def bench(url: str, sessions: int, seconds: float) -> None:
     told = {"steps": steps, "seconds": time.perf_counter() - began, "cpu_s": time.process_time() - cpu, "open_s": opened}
     print(json.dumps(told), flush=True)
     sys.stdin.readline()
-    for env in envs:
+    for env in envs if not tools else []:  # sessions of its MCP client take seconds each to close: they end with the process
         await env.close()
 
 
@@ -282,4 +285,4 @@ if __name__ == "__main__":
     elif what == "call":
         asyncio.run(call(rest[0]))
     elif what == "bench":
-        asyncio.run(bench(rest[0], int(rest[1]), float(rest[2])))
+        asyncio.run(bench(rest[0], int(rest[1]), float(rest[2]), "tools" in rest))
