@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.actors.engines.sglang_server import PYTHON, SERVED, below
+from tests.actors.engines.servers import SGLANG, below
 from tests.cluster.test_train import await_event, journal, living, start
 
-pytestmark = [pytest.mark.xdist_group("ray"), *SERVED]
+pytestmark = [*SGLANG.marks, pytest.mark.xdist_group("ray")]
 
 
 def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {
         "generator.engine": "sglang",
-        "generator.sglang_python": PYTHON,
+        "generator.sglang_python": SGLANG.python,
         "rollout.max_staleness": 0,  # so that the engine's logprobs must be those of the learner
         "eval.tasks": 2,
     }

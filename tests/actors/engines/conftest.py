@@ -1,4 +1,4 @@
-"""Ends the SGLang servers that tests share."""
+"""Ends the servers that tests share."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.actors.engines import sglang_server
+from tests.actors.engines import servers
 
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_servers_end_with_the_session() -> Iterator[None]:
     yield
-    for owner in sglang_server.SERVERS.values():
+    for owner in servers.SERVERS.values():
         asyncio.run(owner.end())
         shutil.rmtree(owner._model.path, ignore_errors=True)
-    sglang_server.SERVERS.clear()
+    servers.SERVERS.clear()

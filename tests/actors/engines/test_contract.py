@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.actors.engines.sglang_server import SERVED, SharedSGLang
+from tests.actors.engines.servers import SGLANG, VLLM, SharedSGLang, SharedVLLM
 from troupe.actors.engines.base import Engine
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -39,13 +39,14 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,  # the least of which vLLM has an attention for CPUs
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.3,  # sharp enough that a wrong key or position shows
     "tie_word_embeddings": True,
 }
 
-ENGINES: dict[str, Callable[..., Engine]] = {"local": LocalEngine, "sglang": SharedSGLang}
+ENGINES: dict[str, Callable[..., Engine]] = {"local": LocalEngine, "sglang": SharedSGLang, "vllm": SharedVLLM}
+MARKS: dict[str, Any] = {"sglang": SGLANG.marks, "vllm": VLLM.marks}
 
 
 def _llama(seed: int) -> torch.nn.Module:
@@ -68,28 +69,33 @@ def _llama_with_lora(seed: int) -> torch.nn.Module:
 MODELS = {"llama": _llama, "qwen3": _qwen3, "llama_with_lora": _llama_with_lora}
 
 
+BROKEN = "test_a_model_that_breaks_fails_every_request_and_all_later_calls"
 ELSEWHERE = {
-    "llama_with_lora": "SGLang takes whole weights only",
-    "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
-    "test_a_model_that_breaks_fails_every_request_and_all_later_calls": "the model is the server's; test_sglang.py kills it",
-    "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+    "sglang": {
+        "llama_with_lora": "SGLang takes whole weights only",
+        "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
+        BROKEN: "the model is the server's; test_sglang.py kills it",
+        "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+    },
+    "vllm": {
+        "llama_with_lora": "the engine sends vLLM whole weights only",
+        BROKEN: "the model is the server's; test_vllm.py kills it",
+    },
 }
+"""What is not checked here of an engine in another process, and why."""
 
 
-SHARED = pytest.mark.xdist_group("sglang")
-
-
-def _elsewhere(node: Any) -> str:
-    """Why this promise is not checked here for an engine in another process."""
+def _elsewhere(engine: str, node: Any) -> str:
     params = node.callspec.params
     both = {"top_k", "top_p"} <= set(params.get("sampling", ()))
     lora = params.get("build") is _llama_with_lora
-    return ELSEWHERE.get("llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname, "")
+    what = "llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname
+    return ELSEWHERE.get(engine, {}).get(what, "")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name == "local" else (*SERVED, SHARED)) for name in ENGINES])
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES])
 def make(request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    if request.param != "local" and (reason := _elsewhere(request.node)):
+    if reason := _elsewhere(request.param, request.node):
         pytest.skip(reason)
     return ENGINES[request.param]
 
