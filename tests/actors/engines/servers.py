@@ -1,4 +1,4 @@
-"""Real servers for tests: where they are installed, and ones that many tests share, because one takes half a minute to start."""
+"""Real servers for tests: where they are installed, and ones that many tests share: one takes half a minute to start."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class Installed:
             pytest.mark.slow,
             pytest.mark.timeout(900),
             pytest.mark.skipif(not there, reason=reason),
-            pytest.mark.xdist_group(name),
         )
+        self.alone = (*self.marks, pytest.mark.xdist_group(name))
+        """And of one that shares its servers with others: all such run in one process."""
 
     def __call__(self, test: Any) -> Any:
-        for mark in self.marks:
+        for mark in self.alone:
             test = mark(test)
         return test
 

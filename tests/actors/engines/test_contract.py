@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
 }
 
 ENGINES: dict[str, Callable[..., Engine]] = {"local": LocalEngine, "sglang": SharedSGLang, "vllm": SharedVLLM}
-MARKS: dict[str, Any] = {"sglang": SGLANG.marks, "vllm": VLLM.marks}
+MARKS: dict[str, Any] = {"sglang": SGLANG.alone, "vllm": VLLM.alone}
 
 
 def _llama(seed: int) -> torch.nn.Module:

@@ -26,7 +26,6 @@ from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import Generated
 
-
 real, PYTHON = SGLANG, SGLANG.python
 
 
