@@ -48,7 +48,9 @@ def command(
     }
     switches = ["--skip-tokenizer-init", "--disable-uvicorn-access-log"]
     if device == "cpu":
-        switches += ["--enforce-eager"]
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        # a seeded request whose prompt comes in parts ends the server: torch's CPU generator has no offset to turn back
+        flags["--max-num-batched-tokens"] = max(context + 1, 2048)
     given = [str(part) for pair in flags.items() for part in pair]
     return [python, "-m", "vllm.entrypoints.openai.api_server", *given, *switches, *more]
 
