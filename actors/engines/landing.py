@@ -17,11 +17,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Landing(TorchDispatchMode):
+class Landing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes which memory of the model each loaded tensor is copied to. landed: name to what aliases the model's memory."""
 
     def __init__(self, landed: dict[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._landed = landed
         self._sent: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; held, so that nobody else gets that memory
 

@@ -50,7 +50,8 @@ def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
     model = self.get_model()
     if "load_weights" not in vars(model):
-        load, landed = model.load_weights, {}
+        load = model.load_weights
+        landed: dict[str, torch.Tensor] = {}
 
         def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
             with _landing.Landing(landed) as mode:

@@ -41,11 +41,12 @@ class Inside:
 
     def troupe_held(self) -> str:
         """The checksum of what the last `troupe_load` loaded, as the model holds it now."""
-        return held(self.model_runner.get_model(), self._troupe_landed, checksum_of)
+        text: str = held(self.model_runner.get_model(), self._troupe_landed, checksum_of)
+        return text
 
 
 def _unpacked(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
 
 def _tempered(original: Callable[..., Any]) -> Callable[..., Any]:
