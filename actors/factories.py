@@ -45,6 +45,21 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
             generator_name=name,
             decode=decode,
         )
+    if settings.engine == "vllm":
+        from troupe.actors.engines.vllm import VLLMEngine
+
+        return VLLMEngine(
+            model,
+            python=settings.vllm_python,
+            max_running=settings.max_running,
+            max_cached_tokens=settings.vllm_tokens,
+            device=settings.device,
+            threads=settings.threads,
+            start_s=settings.vllm_start_s,
+            args=settings.vllm_args,
+            generator_name=name,
+            decode=decode,
+        )
     from troupe.actors.engines.local import LocalEngine
     from troupe.learner.model import load
 

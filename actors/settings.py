@@ -185,7 +185,7 @@ class GeneratorSettings(_Section):
     """[generator]: the replicas that sample tokens."""
 
     replicas: int = Field(1, ge=1, description="generator actors")
-    engine: Literal["local", "sglang"] = Field("local", description="generation engine, see docs/engines.md")
+    engine: Literal["local", "sglang", "vllm"] = Field("local", description="generation engine, see docs/engines.md")
     max_running: int = Field(64, ge=1, description="requests that one replica advances together")
     threads: int = Field(1, ge=1, description="CPU threads of one replica")
     device: str = Field("cpu", description="cpu or cuda")
@@ -203,6 +203,10 @@ class GeneratorSettings(_Section):
     sglang_weights: Literal["tensors", "disk"] = Field("tensors", description="how weights get to the server")
     sglang_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a server may take to start")
     sglang_args: list[str] = Field(default_factory=list, description="further flags of the server")
+    vllm_python: str = Field("", description="interpreter in which vLLM is installed; empty: the one that runs Troupe")
+    vllm_tokens: int = Field(65_536, ge=64, description="tokens whose keys and values a vLLM server holds")
+    vllm_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a vLLM server may take to start")
+    vllm_args: list[str] = Field(default_factory=list, description="further flags of the vLLM server")
 
     transfer: Literal["object_store", "disk", "nccl"] = Field(
         "object_store", description="how new weights come from the learner: object_store, or disk (see docs/weights.md)"
@@ -264,9 +268,13 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> Self:
-        if self.generator.engine == "sglang" and self.model.lora is not None:
-            raise ValueError("generator.engine = 'sglang' takes whole weights: leave model.lora out, or set engine = 'local'")
-        if self.generator.engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
+        engine = self.generator.engine
+        if engine != "local" and self.model.lora is not None:
+            raise ValueError(f"generator.engine = '{engine}' takes whole weights: leave model.lora out, or use 'local'")
+        coldest = min(t for t in (self.rollout.temperature, self.eval.temperature) if t)
+        if engine == "vllm" and coldest < 0.01:
+            raise ValueError(f"generator.engine = 'vllm' does not obey a temperature of {coldest}: make it 0.01 or more")
+        if engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
             raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or use 'local'")
         return self
 

@@ -7,8 +7,7 @@ SGLang 0.5 does almost all that an engine must; what it lacks is added here thro
 
 Promises:
 - `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,
-  under the names by which they were sent. Where a sent tensor lies within the model (SGLang fuses q, k and v, and gate and up)
-  is not looked up by name: the copies that the model's own loader makes are watched, and the memory they went to is read;
+  under the names by which they were sent (`landing.py`);
 - each streamed piece names the spans of weight versions of its tokens, not only the last one;
 - logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
 - `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
@@ -21,7 +20,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,44 +34,19 @@ os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")  # room 
 
 import torch  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 
-def _checksum_of(tensors: dict[str, Any]) -> str:
-    """`protocol.checksum.checksum_of`, from its own file: it needs numpy only."""
-    spec = importlib.util.spec_from_file_location("checksum", _HERE.parent.parent / "protocol" / "checksum.py")
+def _file(name: str, path: Path) -> Any:
+    """A module of Troupe's, from its own file: it needs torch or numpy only."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text: str = module.checksum_of(tensors)
-    return text
+    return module
 
 
-class _Landing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which memory of the model each loaded tensor is copied to. landed: name to what aliases the model's memory."""
-
-    def __init__(self, landed: dict[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._landed = landed
-        self._sent: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; held, so that nobody else gets that memory
-
-    def passing(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone()  # a storage of its own, by which its copies are recognised
-            self._sent[tensor.untyped_storage().data_ptr()] = name, tensor
-            yield name, tensor
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
-            name, sent = self._sent.get(source.untyped_storage().data_ptr(), ("", None))
-            if sent is not None:
-                if source.shape != sent.shape or source.stride() != sent.stride():
-                    raise ValueError(f"'{name}' is held in parts or turned: its checksum cannot be told")
-                self._landed[name] = target.detach()
-        return result
+_checksum = _file("checksum", _HERE.parent.parent / "protocol" / "checksum.py")
+_landing = _file("landing", _HERE / "landing.py")
 
 
 def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +57,7 @@ def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         landed: dict[str, torch.Tensor] = {}
 
         def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            with _Landing(landed) as mode:
+            with _landing.Landing(landed) as mode:
                 return load(mode.passing(weights))
 
         model.load_weights, model._troupe_landed = seen, landed
@@ -98,14 +72,8 @@ def _held(original: Callable[..., Any], self: Any, action: str, *args: Any, **kw
     place, model = self._parallelism_info(role=kwargs["role"]).model_dump(), self._get_model()
     if place["size"] > 1:
         raise ValueError("the weights are spread over several ranks: run one rank a replica")
-    in_use = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    tensors = {}
-    for name, tensor in getattr(model, "_troupe_landed", {}).items():
-        if tensor.untyped_storage().data_ptr() not in in_use:
-            raise ValueError(f"'{name}' was turned into something else after it was loaded: its checksum cannot be told")
-        plain = tensor.contiguous().cpu()
-        tensors[name] = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
-    return {"checksums": {"held": _checksum_of(tensors)}, "per_gpu_checksum": "", "parallelism_info": place}
+    text = _landing.held(model, getattr(model, "_troupe_landed", {}), _checksum.checksum_of)
+    return {"checksums": {"held": text}, "per_gpu_checksum": "", "parallelism_info": place}
 
 
 def _spans(result: Any, self: Any, *, req: Any) -> None:

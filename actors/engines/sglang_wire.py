@@ -1,25 +1,22 @@
 """SGLang's native HTTP API, as far as the engine speaks it: calls, streams of pieces, and weights.
 
-Promises:
-- what the server tells is taken as it is: ids, logprobs and versions come from its answer, and one that contradicts itself
-  is an error, never mended;
-- a server that cannot be reached, does not answer in time or refuses is ActorLost, TimedOut or RemoteError; each names it.
+What the server tells is taken as it is: ids, logprobs and versions come from its answer, and one that contradicts itself is an
+error, never mended.
 """
 
 from __future__ import annotations
 
 import base64
-import json
 import pickle
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
-import httpx
 import numpy as np
 import torch
 
 from troupe.actors.engines.base import Piece
-from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TimedOut
+from troupe.actors.engines.wire import ServerWire
+from troupe.protocol.errors import ConfigError, RemoteError
 from troupe.protocol.messages import Generate
 
 BUCKET_BYTES = 256 * 2**20
@@ -55,65 +52,30 @@ def request_body(request: Generate, max_new_tokens: int, vocabulary: int, interv
     return body
 
 
-class Wire:
+class Wire(ServerWire):
     """name: of the server, in errors. url: http://host:port."""
 
     def __init__(self, name: str, url: str) -> None:
-        self._name = f"{name} ({url})"
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
+        super().__init__(name, url, ready="/model_info")  # `/ready` is not for one that is paused
 
-    async def close(self) -> None:
-        await self._http.aclose()
-
-    async def call(self, path: str, body: dict[str, Any] | None = None, *, limit_s: float = 60.0) -> dict[str, Any]:
-        """POSTs `body`, or GETs. Returns the answer's object, empty if it is none."""
-        try:
-            answer = await self._http.request("GET" if body is None else "POST", path, json=body, timeout=limit_s)
-        except httpx.TimeoutException as error:
-            raise TimedOut(f"{self._name} has not answered {path} within {limit_s:g} s") from error
-        except httpx.TransportError as error:
-            raise ActorLost(f"{self._name} cannot be reached: {type(error).__name__} {error}") from error
-        if answer.status_code != 200:
-            raise RemoteError(f"{self._name} refused {path}: {_message(answer.text) or answer.status_code}")
-        try:
-            found = answer.json()
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    async def up(self) -> bool:
-        """Whether it serves by now."""
-        try:
-            return (await self._http.get("/ready", timeout=5.0)).status_code == 200
-        except httpx.HTTPError:
-            return False
+    def addressed(self, body: dict[str, Any], rid: str, salt: str, said: list[int]) -> dict[str, Any]:
+        """What is sent for a request. SGLang keeps those in flight itself: nothing was said before."""
+        return {**body, "rid": rid, "extra_key": salt}
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[tuple[Piece, dict[str, Any] | None]]:
         """Pieces of one request as they come, each with the reason for which it is the last one, or None."""
         told = 0
-        try:
-            async with self._http.stream(
-                "POST", "/generate", json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT
-            ) as answer:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise RemoteError(f"{self._name} refused a request: {_message(text) or answer.status_code}")
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    chunk = json.loads(line[6:])
-                    if "error" in chunk:
-                        raise RemoteError(f"{self._name} refused a request: {_message(line[6:])}")
-                    piece = self._piece(chunk, told)
-                    told += len(piece.tokens)
-                    ended = chunk["meta_info"]["finish_reason"]
-                    yield piece, ended
-                    if ended:
-                        return
-        except httpx.TransportError as error:
-            raise ActorLost(f"{self._name} was lost while it sampled: {type(error).__name__} {error}") from error
-        raise ActorLost(f"{self._name} ended an answer before its end")
+        async for chunk in self.chunks("/generate", body):
+            piece = self._piece(chunk, told)
+            told += len(piece.tokens)
+            ended = chunk["meta_info"]["finish_reason"]
+            yield piece, ended
+            if ended:
+                return
+
+    async def abort(self, rid: str) -> None:
+        """Has the server end the request."""
+        await self.call("/abort_request", {"rid": rid})
 
     def _piece(self, chunk: dict[str, Any], told: int) -> Piece:
         """told: how many of the request's tokens came before. A chunk may repeat some of them."""
@@ -160,10 +122,6 @@ class Wire:
         await self.call("/end_weight_update", {}, limit_s=limit_s)
 
 
-_NO_SILENCE_LIMIT = httpx.Timeout(None, connect=30.0)
-"""A paused server is silent for as long as it is paused; the engine looks after it otherwise."""
-
-
 def _version(name: str, text: str) -> int:
     try:
         return int(text)
@@ -181,12 +139,3 @@ def _buckets(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple
         bucket.append((name, tensor))
         size += tensor.nbytes
     yield bucket
-
-
-def _message(text: str) -> str:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text[:300]
-    found = found.get("error") or found.get("message") or found if isinstance(found, dict) else found
-    return str(found.get("message", found) if isinstance(found, dict) else found)[:300]

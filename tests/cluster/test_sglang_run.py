@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.actors.engines.sglang_server import PYTHON, SERVED, below
+from tests.actors.engines.servers import SGLANG, below
 from tests.cluster.test_train import await_event, journal, living, start
 
-pytestmark = [pytest.mark.xdist_group("ray"), *SERVED, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.xdist_group("ray"), *SGLANG.marks, pytest.mark.timeout(1800)]
 
 
 def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path: Path) -> None:
     run = tmp_path / "run"
     changes = {
         "generator.engine": "sglang",
-        "generator.sglang_python": PYTHON,
+        "generator.sglang_python": SGLANG.python,
         "generator.sglang_start_s": 580.0,
         "rollout.max_staleness": 0,  # so that the engine's logprobs must be those of the learner
         "eval.tasks": 2,
     }
     process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "3", **changes)
     try:
-        generator = await_event(run, process, limit_s=600, event="started", actor="generator-0")["pid"]
+        generator = await_event(run, process, event="started", actor="generator-0")["pid"]
         await_event(run, process, event="announced", version=1)
         family = below(generator)
         os.kill(next(pid for pid, command in family.items() if "sglang::scheduler" in command), signal.SIGKILL)
-        output, _ = process.communicate(timeout=900)
+        output, _ = process.communicate(timeout=500)
     finally:
         process.kill()
         process.wait()

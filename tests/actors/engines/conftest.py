@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.actors.engines import sglang_server
+from tests.actors.engines import servers
 from tests.actors.engines.suite import ENGINES, Kind
 
 
@@ -23,7 +23,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(autouse=True, scope="session")
 def shared_servers_end_with_the_session() -> Iterator[None]:
     yield
-    for owner in sglang_server.SERVERS.values():
+    for owner in servers.SERVERS.values():
         asyncio.run(owner.end())
         shutil.rmtree(owner._model.path, ignore_errors=True)
-    sglang_server.SERVERS.clear()
+    servers.SERVERS.clear()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from tests.actors.engines.sglang_server import SERVED, SharedSGLang
+from tests.actors.engines.servers import SGLANG, VLLM, SharedSGLang, SharedVLLM
 from troupe.actors.engines.base import Engine, Piece
 from troupe.actors.engines.local import LocalEngine
 from troupe.learner.model import tensors_of
@@ -34,7 +35,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,  # the least of which vLLM has an attention for CPUs
     "max_position_embeddings": CONTEXT,
     "initializer_range": 0.3,  # sharp enough that a wrong key or position shows
     "tie_word_embeddings": True,
@@ -77,25 +78,29 @@ def llama_with_lora(seed: int) -> torch.nn.Module:
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {"llama": llama, "qwen3": qwen3, "llama_with_lora": llama_with_lora}
 
 
-_NOT_SGLANG = {
-    "llama_with_lora": "SGLang takes whole weights only",
-    "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
-    "test_a_model_that_breaks_fails_every_request_and_all_later_calls": "the model is the server's; test_sglang.py kills it",
-    "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+_SERVED_ELSEWHERE = {
+    "sglang": {
+        "llama_with_lora": "SGLang takes whole weights only",
+        "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
+        "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
+    },
+    "vllm": {"llama_with_lora": "the engine sends vLLM whole weights only"},
 }
 
 
-def _not_sglang(node: Any) -> str:
+def _elsewhere(engine: str, node: Any) -> str:
     """Why this promise is not checked here for an engine in another process."""
     params = node.callspec.params
     both = {"top_k", "top_p"} <= set(params.get("sampling", ()))
     lora = params.get("build") is llama_with_lora
-    return _NOT_SGLANG.get("llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname, "")
+    what = "llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname
+    return _SERVED_ELSEWHERE[engine].get(what, "")
 
 
 ENGINES: dict[str, Kind] = {
     "local": Kind(LocalEngine),
-    "sglang": Kind(SharedSGLang, marks=(*SERVED, pytest.mark.xdist_group("sglang")), elsewhere=_not_sglang),
+    "sglang": Kind(SharedSGLang, marks=SGLANG.alone, elsewhere=partial(_elsewhere, "sglang")),
+    "vllm": Kind(SharedVLLM, marks=VLLM.alone, elsewhere=partial(_elsewhere, "vllm")),
 }
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.actors.engines.sglang_server import PYTHON, SERVED, START_S, SharedSGLang, below
+from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
 from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, logits_of, random_ids, request, sampled, started
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
@@ -26,11 +26,7 @@ from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import Generated
 
-
-def real(test: Any) -> Any:
-    for mark in (pytest.mark.xdist_group("sglang"), *SERVED):
-        test = mark(test)
-    return test
+real, PYTHON = SGLANG, SGLANG.python
 
 
 def _folder(path: Path) -> ModelConfig:

@@ -1,9 +1,10 @@
-"""The requests of one SGLang engine on their way: a queue here, some of them at the server, each read as it streams.
+"""The requests of one engine on their way: a queue here, some of them at its server, each read as it streams.
 
 Promises:
 - first come, first served; at most `max_running` at the server; none is sent while `held_back`;
 - each request ends once: with its last piece, with what had come by then (abort), or with a typed error;
-- a request shares keys and values with those only that were sent with the same salt.
+- a request shares keys and values with those only that were sent with the same salt;
+- `recall` takes all back from the server; each goes on later from what it has said, as a request of its own.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from typing import Any
 import numpy as np
 
 from troupe.actors.engines.base import Piece
-from troupe.actors.engines.sglang_wire import Wire
-from troupe.protocol.errors import RemoteError, TaskFailed, TroupeError
+from troupe.actors.engines.wire import ServerWire
+from troupe.protocol.errors import RemoteError, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.messages import Generate
 from troupe.protocol.trajectory import Finish
 
-_CALL_S = 60.0
 _NOTHING = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One request. rid: its name at the server, which aborts by prefix: all are of one length."""
+    """One request. rid: its name at the server, which may abort by prefix: all are of one length. said: what it has sampled."""
 
     request: Generate
     body: dict[str, Any]
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
     pieces: asyncio.Queue[Piece | TroupeError] = field(default_factory=asyncio.Queue)
+    said: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
     aborted: bool = False
     over: bool = False
@@ -53,12 +54,13 @@ class Flights:
         lost: Callable[[TroupeError], TroupeError],
     ) -> None:
         self._name, self._max_running, self._decode, self._lost = name, max_running, decode, lost
-        self.wire: Wire | None = None
+        self.wire: ServerWire | None = None
         self.salt = ""
         self.held_back = False
         self.tokens = 0
         self._queue: deque[Flight] = deque()
         self._running: set[Flight] = set()
+        self._recalling = False
         self._tellings: set[asyncio.Task[Any]] = set()
         self._busy, self._busy_since, self._asked_at = 0.0, 0.0, time.monotonic()
 
@@ -86,8 +88,26 @@ class Flights:
             if not self._running:
                 self._busy_since = time.monotonic()
             self._running.add(flight)
-            flight.body |= {"rid": flight.rid, "extra_key": self.salt}
             flight.task = asyncio.create_task(self._fly(flight))
+
+    async def recall(self, limit_s: float) -> None:
+        """Waits while the server ends all of them, and tells it again of those that were still on their way to it.
+
+        They wait here, first in the queue, until `held_back` is off and `admit` is called. When it returns, no request is at
+        the server: whatever is sampled next belongs to later ones.
+        """
+        self.held_back = self._recalling = True
+        deadline = time.monotonic() + limit_s
+        try:
+            while self._running:
+                if time.monotonic() > deadline:
+                    raise TimedOut(f"{self._name} has not ended its requests within {limit_s:g} s")
+                until = time.monotonic() + 0.5
+                while self._running and time.monotonic() < until:
+                    await asyncio.sleep(0.005)
+                await asyncio.gather(*(self._tell(flight) for flight in self._running))
+        finally:
+            self._recalling = False
 
     async def abort(self, flights: list[Flight], wait: bool) -> None:
         """Ends them with what was sampled. wait: for the server's own last word, which a paused one does not say."""
@@ -134,15 +154,19 @@ class Flights:
 
     async def _fly(self, flight: Flight) -> None:
         assert self.wire is not None
-        said: list[int] = []
+        body = self.wire.addressed(flight.body, flight.rid, self.salt, flight.said)
         try:
-            async for piece, ended in self.wire.generate(flight.body):
+            async for piece, ended in self.wire.generate(body):
                 self.tokens += len(piece.tokens)
-                cut = self._cut(flight, said, piece)
+                cut = self._cut(flight, piece)
+                flight.said += piece.tokens.tolist()
                 if cut is not None:
                     self._end(flight, Piece(piece.tokens[:cut], piece.logprobs[:cut], piece.versions[:cut], "stop"))
                     if ended is None:
                         self._tell(flight)
+                elif ended is not None and ended["type"] == "abort" and self._recalling and not flight.aborted:
+                    self._keep(flight, piece)
+                    return
                 elif ended is not None:
                     self._end(flight, Piece(piece.tokens, piece.logprobs, piece.versions, self._finish(flight, ended)))
                 elif len(piece.tokens):
@@ -154,11 +178,20 @@ class Flights:
         except Exception as error:  # an answer of another shape: told to who waits, who would wait for ever
             self._end(flight, RemoteError(f"{self._name}: {type(error).__name__}: {error}"))
 
-    def _cut(self, flight: Flight, said: list[int], piece: Piece) -> int | None:
+    def _keep(self, flight: Flight, piece: Piece) -> None:
+        """Back into the queue, from where it was sent."""
+        if len(piece.tokens):
+            flight.pieces.put_nowait(piece)
+        flight.rid, flight.task = uuid.uuid4().hex, None
+        self._leave(flight)
+        self._queue.appendleft(flight)
+
+    def _cut(self, flight: Flight, piece: Piece) -> int | None:
         """How many tokens of the piece are said, if a stop string is complete in it."""
         stops = flight.request.sampling.stop
         if not stops or self._decode is None:
             return None
+        said = list(flight.said)
         for i, token in enumerate(piece.tokens.tolist()):
             said.append(token)
             text = self._decode(said)
@@ -183,20 +216,25 @@ class Flights:
         flight.over = True
         flight.pieces.put_nowait(last)
         if flight in self._running:
-            self._running.discard(flight)
-            if not self._running:
-                self._busy += time.monotonic() - self._busy_since
+            self._leave(flight)
         else:
             self._queue.remove(flight)
         self.admit()
 
+    def _leave(self, flight: Flight) -> None:
+        self._running.discard(flight)
+        if not self._running:
+            self._busy += time.monotonic() - self._busy_since
+
     def _tell(self, flight: Flight) -> asyncio.Task[Any]:
         """Has the server abort it."""
+
+        rid = flight.rid
 
         async def tell() -> None:
             assert self.wire is not None
             with contextlib.suppress(TroupeError):  # a server that is gone needs no telling
-                await self.wire.call("/abort_request", {"rid": flight.rid}, limit_s=_CALL_S)
+                await self.wire.abort(rid)
 
         task = asyncio.create_task(tell())
         self._tellings.add(task)

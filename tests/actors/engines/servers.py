@@ -1,4 +1,4 @@
-"""SGLang for tests: where it is installed, and servers that many tests share, because one takes half a minute to start."""
+"""Real servers for tests: where they are installed, and ones that many tests share: one takes half a minute to start."""
 
 from __future__ import annotations
 
@@ -11,29 +11,47 @@ from typing import Any
 import pytest
 import torch
 
+from troupe.actors.engines.served import ServedEngine
 from troupe.actors.engines.sglang import SGLangEngine
+from troupe.actors.engines.vllm import VLLMEngine
 from troupe.learner.config import ModelConfig
 from troupe.protocol.errors import TroupeError
 
 ROOT = Path(__file__).parents[3]
-PYTHON = os.environ.get("TROUPE_SGLANG_PYTHON") or str(ROOT / ".venv-sglang" / "bin" / "python")
-MISSING = "" if Path(PYTHON).exists() else f"no SGLang at {PYTHON}: `make test-sglang` installs it and runs these tests"
-SERVED = (
-    pytest.mark.sglang,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(MISSING), reason=MISSING),
-)
-"""Marks of a test that needs a real server."""
-START_S = 280.0
+START_S = 400.0
 
 
-class Owner(SGLangEngine):
+class Installed:
+    """Where a kind of server is installed, and the marks of a test that needs a real one."""
+
+    def __init__(self, kind: type[ServedEngine[Any]]) -> None:
+        name = kind.SETTING
+        self.python = os.environ.get(f"TROUPE_{name.upper()}_PYTHON") or str(ROOT / f".venv-{name}" / "bin" / "python")
+        there = Path(self.python).exists()
+        reason = f"no {kind.KIND} at {self.python}: `make test-{name}` installs it and runs these tests"
+        self.marks = (
+            getattr(pytest.mark, name),
+            pytest.mark.slow,
+            pytest.mark.timeout(900),
+            pytest.mark.skipif(not there, reason=reason),
+        )
+        self.alone = (*self.marks, pytest.mark.xdist_group(name))
+        """And of one that shares its servers with others: all such run in one process."""
+
+    def __call__(self, test: Any) -> Any:
+        for mark in self.alone:
+            test = mark(test)
+        return test
+
+
+SGLANG, VLLM = Installed(SGLangEngine), Installed(VLLMEngine)
+
+
+class _Owner(ServedEngine[Any]):
     """Starts a server for others and keeps it. Folder, dtype and sizes are those of the first who asked."""
 
     @property
     def url(self) -> str:
-        assert self._wire is not None
         return str(self._wire._http.base_url)
 
     @property
@@ -42,7 +60,7 @@ class Owner(SGLangEngine):
 
     async def release(self) -> None:
         """Leaves the server running for the next test, which has an event loop of its own."""
-        assert self._watch is not None and self._wire is not None
+        assert self._watch is not None
         self._watch.cancel()
         await self._wire.close()
 
@@ -51,11 +69,14 @@ class Owner(SGLangEngine):
         await self._server.stop()
 
 
-SERVERS: dict[tuple[Any, ...], Owner] = {}
+SERVERS: dict[tuple[Any, ...], Any] = {}
 
 
-class SharedSGLang(SGLangEngine):
+class _Shared(ServedEngine[Any]):
     """The engine as a client of a shared server: `load_model` says of which architecture and dtype."""
+
+    OWNER: Any
+    INSTALLED: Installed
 
     def __init__(
         self,
@@ -75,17 +96,33 @@ class SharedSGLang(SGLangEngine):
             self._dead = error
             raise
         dtype = str(model.dtype).removeprefix("torch.")
-        key = (model.config.model_type, dtype, self._max_cached)
+        key = (self.KIND, model.config.model_type, dtype, self._max_cached)
         if key not in SERVERS or not SERVERS[key].running:
-            folder = tempfile.mkdtemp(prefix="troupe-test-sglang-")
+            folder = tempfile.mkdtemp(prefix=f"troupe-test-{self.SETTING}-")
             model.config.architectures = [type(model).__name__]
             model.config.save_pretrained(folder)
             sizes: dict[str, Any] = {"max_running": 64, "max_cached_tokens": self._max_cached, "start_s": START_S}
-            SERVERS[key] = Owner(ModelConfig(path=folder, dtype=dtype), python=PYTHON, **sizes)
+            SERVERS[key] = self.OWNER(ModelConfig(path=folder, dtype=dtype), python=self.INSTALLED.python, **sizes)
             await SERVERS[key].start()
             await SERVERS[key].release()
         self._model, self._url = SERVERS[key]._model, SERVERS[key].url
         await super().start()
+
+
+class _SGLangOwner(_Owner, SGLangEngine):
+    pass
+
+
+class SharedSGLang(_Shared, SGLangEngine):
+    OWNER, INSTALLED = _SGLangOwner, SGLANG
+
+
+class _VLLMOwner(_Owner, VLLMEngine):
+    pass
+
+
+class SharedVLLM(_Shared, VLLMEngine):
+    OWNER, INSTALLED = _VLLMOwner, VLLM
 
 
 def below(pid: int) -> dict[int, str]:

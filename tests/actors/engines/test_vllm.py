@@ -1,0 +1,226 @@
+"""What the vLLM engine promises beyond the contract of all engines, on real servers; and what it refuses without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.actors.engines.servers import START_S, VLLM, SharedVLLM, below
+from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, logits_of, random_ids, request, sampled, started
+from troupe.actors.engines.vllm import VLLMEngine
+from troupe.actors.engines.vllm_wire import Wire, request_body
+from troupe.actors.settings import RunConfig
+from troupe.learner.config import LoraSettings, ModelConfig
+from troupe.learner.model import tensors_of
+from troupe.protocol.checksum import checksum_of
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError
+from troupe.protocol.messages import Generated
+
+
+async def _soon(what: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(120):
+        return await what
+
+
+def _scored(model: Any, ids: Any, temperature: float = 1.0) -> Any:
+    """Logprobs [n - 1] that plain transformers gives to ids [n] after the first."""
+    logprobs = (logits_of(model, ids[:1], ids[1:]) / temperature).log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0].numpy()
+
+
+@VLLM
+async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version_it_names() -> None:
+    old, new = _llama(1), _llama(2)
+    rng = np.random.default_rng(0)
+    prompts = [random_ids(rng, int(n)) for n in rng.integers(3, 80, 64)]
+    async with started(SharedVLLM) as engine:
+        assert await engine.load_weights(1, tensors_of(old)) == checksum_of(tensors_of(old))
+        calls = [
+            asyncio.ensure_future(engine.generate(request(p, name=str(i), seed=i, max_tokens=40 + i)))
+            for i, p in enumerate(prompts)
+        ]
+        await sampled(engine, 64 * 10)
+        scores = asyncio.ensure_future(engine.score(prompts))
+        assert await engine.load_weights(2, tensors_of(new)) == checksum_of(tensors_of(new))
+        results = await asyncio.gather(*calls)
+        for ids, told in zip(prompts, await scores, strict=True):  # each under one of the two, whole
+            gaps = [np.abs(told - _scored(model, ids)).max() for model in (old, new)]
+            assert min(gaps) < 1e-4
+    both = 0
+    for i, (prompt, got) in enumerate(zip(prompts, results, strict=True)):
+        changed = int((got.versions == 1).sum())
+        assert got.versions.tolist() == [1] * changed + [2] * (40 + i - changed)
+        both += 0 < changed < 40 + i
+        assert_true(old, prompt, Generated(got.tokens[:changed], got.logprobs[:changed], got.versions[:changed], "abort"))
+        after = _scored(new, np.concatenate([prompt, got.tokens]))[len(prompt) - 1 + changed :]
+        np.testing.assert_allclose(got.logprobs[changed:], after, atol=1e-4)
+    assert both > 32, "the change was to come amid the requests"
+
+
+@VLLM
+async def test_the_checksum_is_of_the_memory_of_the_server() -> None:
+    model = _llama(1)
+    async with started(SharedVLLM, model) as engine:
+        assert isinstance(engine, VLLMEngine) and engine._wire is not None
+        assert await engine._wire.ask("troupe_held", limit_s=60) == checksum_of(tensors_of(model))
+        await engine._wire.call("/weight_checker", {"action": "reset"})  # behind the engine's back
+        assert await engine._wire.ask("troupe_held", limit_s=60) != checksum_of(tensors_of(model))
+        assert await engine.load_weights(1, tensors_of(model)) == checksum_of(tensors_of(model))
+
+
+@VLLM
+async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
+    old, new = _llama(1), _llama(2)
+    prompt = random_ids(np.random.default_rng(3), 12)
+    async with started(SharedVLLM, old) as engine:
+        going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=60)))
+        left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
+        await sampled(engine, 30)
+        with pytest.raises(ConfigError, match="'in_place': it knows abort, retract"):
+            await engine.pause("in_place")
+        await engine.pause("retract")
+        late = asyncio.ensure_future(engine.generate(request(prompt, name="c", max_tokens=5)))
+        before = engine.stats()["tokens"]
+        await engine.check()
+        await asyncio.sleep(0.5)
+        assert engine.stats()["tokens"] == before and not going.done() and not late.done()
+        await engine.abort("b")
+        cut = await _soon(left)
+        assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
+        assert_true(old, prompt, cut)
+        await engine.load_weights(2, tensors_of(new))
+        assert engine.stats()["tokens"] == before
+        await engine.resume()
+        got = await _soon(going)
+        assert (got.finish, len(got.tokens), set(got.versions.tolist())) == ("length", 60, {1, 2})
+        late_one = await _soon(late)
+        assert late_one.versions.tolist() == [2] * 5
+        assert_true(new, prompt, late_one)
+        going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
+        await sampled(engine, 10)
+        await engine.pause("abort")
+        cut = await _soon(going)
+        assert cut.finish == "abort" and len(cut.tokens) >= 10
+        assert_true(new, prompt, cut)
+        await engine.resume()
+        await engine.resume()
+        assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
+
+
+@VLLM
+async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
+    model = _llama(1)
+    rng = np.random.default_rng(4)
+    sequences = [random_ids(rng, n) for n in (2, 40, 300, CONTEXT)]
+    async with started(SharedVLLM, model) as engine:
+        busy = asyncio.ensure_future(engine.generate(request(sequences[1], max_tokens=60, temperature=0.5)))
+        told = await asyncio.gather(*(engine.score(sequences, temperature) for temperature in (1.0, 0.7)))
+        for temperature, scores in zip((1.0, 0.7), told, strict=True):
+            for ids, got in zip(sequences, scores, strict=True):
+                np.testing.assert_allclose(got, _scored(model, ids, temperature), atol=1e-4)
+        assert_true(model, sequences[1], await busy, temperature=0.5)
+        with pytest.raises(ConfigError, match=r"temperature = 0\.001"):
+            await engine.score(sequences, 0.001)
+
+
+@VLLM
+async def test_a_stop_string_cuts_the_turn_also_when_weights_change_within_it() -> None:
+    old, new = _llama(1), _llama(2)
+    prompt = random_ids(np.random.default_rng(5), 10)
+
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(ord("A") + i) for i in ids)
+
+    async with started(SharedVLLM, old, decode=decode) as engine:
+        free = await engine.generate(request(prompt, seed=3, max_tokens=30))
+        stop = decode(free.tokens.tolist())[10:13]
+        got = await engine.generate(request(prompt, seed=3, max_tokens=30, stop=[stop]))
+        assert (got.finish, got.tokens.tolist()) == ("stop", free.tokens[:13].tolist())
+        said: list[int] = []
+        async for piece in engine.stream(request(prompt, name="s", seed=3, max_tokens=4000, stop=["never said"])):
+            said += piece.tokens.tolist()
+            if len(said) > 20 and engine.version == 1:
+                await engine.load_weights(2, tensors_of(new))
+            if len(said) > 60:
+                break
+        assert engine.version == 2
+
+
+@VLLM
+@pytest.mark.parametrize("victim", [["vllm.entrypoints"], ["EngineCore", "spawn_main"]], ids=["api", "core"])
+async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_nothing_hangs(
+    tmp_path: Path, victim: list[str]
+) -> None:
+    model: Any = _llama(0)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path / "model")
+    engine = VLLMEngine(
+        ModelConfig(path=str(tmp_path / "model")),
+        python=VLLM.python,
+        start_s=START_S,
+        log=tmp_path / "server.log",
+        generator_name="generator-7",
+    )
+    await engine.start()
+    try:
+        assert engine._server is not None
+        await engine.load_weights(1, tensors_of(_llama(1)))
+        calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(20)]
+        await sampled(engine, 50)
+        family = below(engine._server.pid)
+        hit = [pid for pid, command in family.items() if any(part in command for part in victim)]
+        assert hit, family
+        os.kill(hit[-1], signal.SIGKILL)
+        for outcome in await _soon(asyncio.gather(*calls, return_exceptions=True)):
+            assert isinstance(outcome, ActorLost | RemoteError) and "generator-7" in str(outcome)
+        for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(_llama(2))), engine.check()):
+            with pytest.raises((ActorLost, RemoteError), match="generator-7"):
+                await _soon(later)
+        await _soon(engine.close())
+        assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    finally:
+        await engine.close()
+
+
+# -- without a server --------------------------------------------------------------------------------------------------
+
+
+def test_what_vllm_would_not_obey_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"samples at 0\.01 instead"):
+        request_body(request([1], temperature=0.005), 4, 61, 1)
+    with pytest.raises(ConfigError, match=r"model\.lora"):
+        VLLMEngine(ModelConfig(path="x", lora=LoraSettings()))
+    for settings, says in (
+        ({"model": {"lora": {}}}, "leave model.lora out"),
+        ({"eval": {"temperature": 0.001}}, r"temperature of 0\.001"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            RunConfig.model_validate({"generator": {"engine": "vllm"}} | settings)
+    RunConfig.model_validate({"generator": {"engine": "vllm"}, "eval": {"temperature": 0}})
+
+
+def test_the_rest_of_a_request_goes_on_from_what_was_said_with_other_numbers() -> None:
+    body = request_body(request([1, 2], seed=2**70, max_tokens=9), 9, 61, 1)
+    wire = Wire("s", "http://x")
+    whole, rest = wire.addressed(body, "a", "salt", []), wire.addressed(body, "b", "salt", [7, 8])
+    assert (rest["prompt"], rest["max_tokens"]) == ([1, 2, 7, 8], 7)
+    assert rest["seed"] != whole["seed"] and 0 <= rest["seed"] < 2**63
+    assert whole == wire.addressed(body, "a", "salt", [])
+
+
+def test_an_answer_that_contradicts_itself_is_an_error() -> None:
+    wire = Wire("s", "http://x")
+    told = {"token_ids": [7], "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [-0.5]}}
+    assert wire._piece(told, 3).versions.tolist() == [3]
+    with pytest.raises(RemoteError, match="other tokens"):
+        wire._piece(told | {"token_ids": [8]}, 3)
+    with pytest.raises(RemoteError, match="diverged"):
+        wire._piece({"token_ids": [7], "logprobs": {"tokens": ["token_id:7"], "token_logprobs": [None]}}, 3)
