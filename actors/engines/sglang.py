@@ -8,7 +8,7 @@ Promises, beyond those of `base.py`:
 - spans of versions come from the server, which pauses for each change of weights; the checksum is of what its model holds;
 - keys and values of other versions are never used by a request that comes after a change: each request's prefix cache is salted
   anew with each load. `retract`: requests in flight are fed again to the new weights, and the cache is emptied;
-  `in_place`: they keep what the old weights computed for them, to their end;
+  `in_place`: they keep what the old weights computed for them, to their end, as do those that wait at the server;
 - logprobs with top_k or with top_p are those that SGLang drew from. Both together are refused: it takes top_p of the whole
   distribution, Troupe of what top_k left.
 """

@@ -83,9 +83,9 @@ class Wire:
         return found if isinstance(found, dict) else {}
 
     async def up(self) -> bool:
-        """Whether it serves by now."""
+        """Whether it serves by now. A paused one does: it is not `/ready` until it goes on."""
         try:
-            return (await self._http.get("/ready", timeout=5.0)).status_code == 200
+            return (await self._http.get("/model_info", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
 
