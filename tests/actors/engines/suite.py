@@ -130,6 +130,13 @@ def request(prompt: Any, *, name: str = "r", session: str = "", seed: int = 0, *
     return Generate(name, session, np.asarray(prompt, np.int32), Sampling(**sampling), seed)
 
 
+async def sampled(engine: Engine, n: int) -> None:
+    """Returns when the engine has sampled `n` tokens more."""
+    goal = engine.stats()["tokens"] + n
+    while engine.stats()["tokens"] < goal:
+        await asyncio.sleep(0.001)
+
+
 def random_ids(rng: np.random.Generator, n: int) -> np.ndarray[Any, Any]:
     return rng.integers(0, VOCABULARY, n).astype(np.int32)
 

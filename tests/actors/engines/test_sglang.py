@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
-from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, logits_of, random_ids, request, sampled, started
+from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
@@ -28,9 +28,11 @@ from troupe.protocol.messages import Generated
 
 real, PYTHON = SGLANG, SGLANG.python
 
+KIND = ENGINES["sglang"]
+
 
 def _folder(path: Path) -> ModelConfig:
-    model: Any = _llama(0)
+    model: Any = llama(0)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
     return ModelConfig(path=str(path))
@@ -70,10 +72,10 @@ def _after_keeping(old: Any, new: Any, prompt: Any, tokens: Any, changed: int) -
 async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version_it_names(
     on_update: str, transport: str
 ) -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     rng = np.random.default_rng(0)
     prompts = [random_ids(rng, int(n)) for n in rng.integers(3, 80, 64)]
-    engine = SharedSGLang(lambda: _llama(0), on_update=on_update, transport=transport)
+    engine = SharedSGLang(lambda: llama(0), on_update=on_update, transport=transport)
     await engine.start()
     try:
         assert await engine.load_weights(1, tensors_of(old)) == checksum_of(tensors_of(old))
@@ -91,7 +93,7 @@ async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version
         changed = int((got.versions == 1).sum())
         assert got.versions.tolist() == [1] * changed + [2] * (150 + i - changed)
         both += 0 < changed < 150 + i
-        assert_true(old, prompt, _part(got, slice(changed)))
+        assert_true(KIND, old, prompt, _part(got, slice(changed)))
         if changed == len(got.tokens) or (on_update == "in_place" and changed == 0):
             continue  # it was through, or waited at the server and may share keys and values that the old weights computed
         if on_update == "retract":
@@ -105,8 +107,8 @@ async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version
 
 @real
 async def test_the_checksum_is_of_the_memory_of_the_server_and_changes_with_a_single_weight() -> None:
-    model = _llama(1)
-    async with started(SharedSGLang, model) as engine:
+    model = llama(1)
+    async with started(KIND, model) as engine:
         sent = checksum_of(tensors_of(model))
         assert isinstance(engine, SGLangEngine) and engine._wire is not None
         assert await engine._wire.held(60) == sent
@@ -124,16 +126,16 @@ async def test_the_checksum_is_of_the_memory_of_the_server_and_changes_with_a_si
 
 @real
 async def test_what_the_cache_holds_of_old_weights_is_used_by_no_later_request() -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     prompt = random_ids(np.random.default_rng(1), 200)
     for on_update in ("retract", "in_place"):
-        engine = SharedSGLang(lambda: _llama(0), on_update=on_update)
+        engine = SharedSGLang(lambda: llama(0), on_update=on_update)
         await engine.start()
         try:
             for version, model in ((1, old), (2, new), (3, old)):
                 await engine.load_weights(version, tensors_of(model))
                 for _ in range(2):
-                    assert_true(model, prompt, await engine.generate(request(prompt, max_tokens=6)))
+                    assert_true(KIND, model, prompt, await engine.generate(request(prompt, max_tokens=6)))
         finally:
             await engine.close()
 
@@ -143,8 +145,8 @@ async def test_what_the_cache_holds_of_old_weights_is_used_by_no_later_request()
 
 @real
 async def test_top_k_with_top_p_is_refused_and_either_alone_is_told_as_drawn() -> None:
-    model = _llama(1)
-    async with started(SharedSGLang, model) as engine:
+    model = llama(1)
+    async with started(KIND, model) as engine:
         with pytest.raises(ConfigError, match=r"top_k = 8 and top_p = 0\.7 together"):
             await engine.generate(request([1, 2], top_k=8, top_p=0.7))
         got = await engine.generate(request([1, 2], top_k=1, top_p=1.0, max_tokens=5))
@@ -153,9 +155,9 @@ async def test_top_k_with_top_p_is_refused_and_either_alone_is_told_as_drawn() -
 
 @real
 async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the_request() -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     prompt = random_ids(np.random.default_rng(2), 12)
-    async with started(SharedSGLang, old) as engine:
+    async with started(KIND, old) as engine:
         versions: list[int] = []
         async for piece in engine.stream(request(prompt, max_tokens=4000)):
             versions += piece.versions.tolist()
@@ -165,15 +167,15 @@ async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the
             if len(versions) > 20:
                 break
         assert versions[:5] == [1] * 5 and versions[-1] == 2 and versions == sorted(versions)
-        assert_true(new, prompt, await engine.generate(request(prompt, max_tokens=4)))
+        assert_true(KIND, new, prompt, await engine.generate(request(prompt, max_tokens=4)))
         assert engine.stats()["load"] == 0
 
 
 @real
 async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
-    model = _llama(1)
+    model = llama(1)
     prompt = random_ids(np.random.default_rng(3), 12)
-    async with started(SharedSGLang, model) as engine:
+    async with started(KIND, model) as engine:
         for mode in ("in_place", "retract"):
             going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=300)))
             left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
@@ -188,17 +190,17 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
             await engine.abort("b")
             cut = await _soon(left)
             assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
-            assert_true(model, prompt, cut)
+            assert_true(KIND, model, prompt, cut)
             await engine.resume()
             for got in (await _soon(going), await _soon(late)):
                 assert got.finish == "length"
-                assert_true(model, prompt, got)
+                assert_true(KIND, model, prompt, got)
         going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
         await sampled(engine, 10)
         await engine.pause("abort")
         cut = await _soon(going)
         assert cut.finish == "abort" and len(cut.tokens) >= 8
-        assert_true(model, prompt, cut)
+        assert_true(KIND, model, prompt, cut)
         await engine.resume()
         await engine.resume()
         assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
@@ -206,18 +208,18 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
 
 @real
 async def test_a_server_whose_client_died_in_a_pause_serves_the_next_one() -> None:
-    async with started(SharedSGLang, _llama(1)) as engine:
+    async with started(KIND, llama(1)) as engine:
         await engine.pause("in_place")
-    async with started(SharedSGLang, _llama(1)) as engine:
+    async with started(KIND, llama(1)) as engine:
         assert (await _soon(engine.generate(request([1, 2], max_tokens=3)))).finish == "length"
 
 
 @real
 async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
-    model = _llama(1)
+    model = llama(1)
     rng = np.random.default_rng(4)
     sequences = [random_ids(rng, n) for n in (2, 40, 300, CONTEXT)]
-    async with started(SharedSGLang, model) as engine:
+    async with started(KIND, model) as engine:
         busy = asyncio.ensure_future(engine.generate(request(sequences[1], max_tokens=60, temperature=0.5)))
         told = await asyncio.gather(*(engine.score(sequences, temperature) for temperature in (1.0, 0.7)))
         for temperature, scores in zip((1.0, 0.7), told, strict=True):
@@ -225,7 +227,7 @@ async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperatur
                 expected = (logits_of(model, ids[:1], ids[1:]) / temperature).log_softmax(-1)
                 expected = expected.gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
                 np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
-        assert_true(model, sequences[1], await busy, temperature=0.5)
+        assert_true(KIND, model, sequences[1], await busy, temperature=0.5)
         assert await engine.score([]) == []
         for bad, says in ([1], "two"), ([1, 61], "0 to 60"), ([1] * (CONTEXT + 1), "4096"):
             with pytest.raises(TaskFailed, match=says):
@@ -236,13 +238,13 @@ async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperatur
 
 @real
 async def test_a_stop_string_cuts_the_turn_at_the_token_in_which_it_is_complete() -> None:
-    model = _llama(1)
+    model = llama(1)
     prompt = random_ids(np.random.default_rng(5), 10)
 
     def decode(ids: list[int]) -> str:
         return "".join(chr(ord("A") + i) for i in ids)
 
-    engine = SharedSGLang(lambda: _llama(0), decode=decode)
+    engine = SharedSGLang(lambda: llama(0), decode=decode)
     await engine.start()
     try:
         await engine.load_weights(1, tensors_of(model))
@@ -250,7 +252,7 @@ async def test_a_stop_string_cuts_the_turn_at_the_token_in_which_it_is_complete(
         stop = decode(free.tokens.tolist())[10:13]
         got = await engine.generate(request(prompt, seed=3, max_tokens=30, stop=[stop]))
         assert (got.finish, got.tokens.tolist()) == ("stop", free.tokens[:13].tolist())
-        assert_true(model, prompt, got)
+        assert_true(KIND, model, prompt, got)
     finally:
         await engine.close()
 
@@ -267,7 +269,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
     await engine.start()
     try:
         assert engine._server is not None
-        await engine.load_weights(1, tensors_of(_llama(1)))
+        await engine.load_weights(1, tensors_of(llama(1)))
         calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(20)]
         await sampled(engine, 50)
         family = below(engine._server.pid)
@@ -276,7 +278,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
         os.kill(hit[0], signal.SIGKILL)
         for outcome in await _soon(asyncio.gather(*calls, return_exceptions=True)):
             assert isinstance(outcome, ActorLost) and "generator-7" in str(outcome)
-        for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(_llama(2))), engine.check()):
+        for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(llama(2))), engine.check()):
             with pytest.raises(ActorLost, match="generator-7"):
                 await _soon(later)
         await _soon(engine.close())
@@ -287,7 +289,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
 
 @real
 async def test_weights_that_diverged_are_an_error_not_a_token(tmp_path: Path) -> None:
-    model: Any = _llama(1)
+    model: Any = llama(1)
     with torch.no_grad():
         model.get_input_embeddings().weight.fill_(float("nan"))
     engine = _own(tmp_path)

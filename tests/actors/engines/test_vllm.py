@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.actors.engines.servers import START_S, VLLM, SharedVLLM, below
-from tests.actors.engines.test_contract import CONTEXT, _llama, assert_true, logits_of, random_ids, request, sampled, started
+from tests.actors.engines.servers import START_S, VLLM, below
+from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
 from troupe.actors.engines.vllm import VLLMEngine
 from troupe.actors.engines.vllm_wire import Wire, request_body
 from troupe.actors.settings import RunConfig
@@ -23,6 +23,8 @@ from troupe.learner.model import tensors_of
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, RemoteError
 from troupe.protocol.messages import Generated
+
+KIND = ENGINES["vllm"]
 
 
 async def _soon(what: Awaitable[Any]) -> Any:
@@ -38,10 +40,10 @@ def _scored(model: Any, ids: Any, temperature: float = 1.0) -> Any:
 
 @VLLM
 async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version_it_names() -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     rng = np.random.default_rng(0)
     prompts = [random_ids(rng, int(n)) for n in rng.integers(3, 80, 64)]
-    async with started(SharedVLLM) as engine:
+    async with started(KIND) as engine:
         assert await engine.load_weights(1, tensors_of(old)) == checksum_of(tensors_of(old))
         calls = [
             asyncio.ensure_future(engine.generate(request(p, name=str(i), seed=i, max_tokens=300 + i)))
@@ -59,7 +61,7 @@ async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version
         changed = int((got.versions == 1).sum())
         assert got.versions.tolist() == [1] * changed + [2] * (300 + i - changed)
         both += 0 < changed < 300 + i
-        assert_true(old, prompt, Generated(got.tokens[:changed], got.logprobs[:changed], got.versions[:changed], "abort"))
+        assert_true(KIND, old, prompt, Generated(got.tokens[:changed], got.logprobs[:changed], got.versions[:changed], "abort"))
         after = _scored(new, np.concatenate([prompt, got.tokens]))[len(prompt) - 1 + changed :]
         np.testing.assert_allclose(got.logprobs[changed:], after, atol=1e-4)
     assert both > 32, "the change was to come amid the requests"
@@ -67,8 +69,8 @@ async def test_weights_change_amid_64_requests_and_every_token_is_of_the_version
 
 @VLLM
 async def test_the_checksum_is_of_the_memory_of_the_server() -> None:
-    model = _llama(1)
-    async with started(SharedVLLM, model) as engine:
+    model = llama(1)
+    async with started(KIND, model) as engine:
         assert isinstance(engine, VLLMEngine) and engine._wire is not None
         assert await engine._wire.ask("troupe_held", limit_s=60) == checksum_of(tensors_of(model))
         await engine._wire.call("/weight_checker", {"action": "reset"})  # behind the engine's back
@@ -78,9 +80,9 @@ async def test_the_checksum_is_of_the_memory_of_the_server() -> None:
 
 @VLLM
 async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     prompt = random_ids(np.random.default_rng(3), 12)
-    async with started(SharedVLLM, old) as engine:
+    async with started(KIND, old) as engine:
         going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=60)))
         left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
         await sampled(engine, 30)
@@ -95,7 +97,7 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
         await engine.abort("b")
         cut = await _soon(left)
         assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
-        assert_true(old, prompt, cut)
+        assert_true(KIND, old, prompt, cut)
         await engine.load_weights(2, tensors_of(new))
         assert engine.stats()["tokens"] == before
         await engine.resume()
@@ -103,13 +105,13 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
         assert (got.finish, len(got.tokens), set(got.versions.tolist())) == ("length", 60, {1, 2})
         late_one = await _soon(late)
         assert late_one.versions.tolist() == [2] * 5
-        assert_true(new, prompt, late_one)
+        assert_true(KIND, new, prompt, late_one)
         going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
         await sampled(engine, 10)
         await engine.pause("abort")
         cut = await _soon(going)
         assert cut.finish == "abort" and len(cut.tokens) >= 10
-        assert_true(new, prompt, cut)
+        assert_true(KIND, new, prompt, cut)
         await engine.resume()
         await engine.resume()
         assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
@@ -117,29 +119,29 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
 
 @VLLM
 async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
-    model = _llama(1)
+    model = llama(1)
     rng = np.random.default_rng(4)
     sequences = [random_ids(rng, n) for n in (2, 40, 300, CONTEXT)]
-    async with started(SharedVLLM, model) as engine:
+    async with started(KIND, model) as engine:
         busy = asyncio.ensure_future(engine.generate(request(sequences[1], max_tokens=60, temperature=0.5)))
         told = await asyncio.gather(*(engine.score(sequences, temperature) for temperature in (1.0, 0.7)))
         for temperature, scores in zip((1.0, 0.7), told, strict=True):
             for ids, got in zip(sequences, scores, strict=True):
                 np.testing.assert_allclose(got, _scored(model, ids, temperature), atol=1e-4)
-        assert_true(model, sequences[1], await busy, temperature=0.5)
+        assert_true(KIND, model, sequences[1], await busy, temperature=0.5)
         with pytest.raises(ConfigError, match=r"temperature = 0\.001"):
             await engine.score(sequences, 0.001)
 
 
 @VLLM
 async def test_a_stop_string_cuts_the_turn_also_when_weights_change_within_it() -> None:
-    old, new = _llama(1), _llama(2)
+    old, new = llama(1), llama(2)
     prompt = random_ids(np.random.default_rng(5), 10)
 
     def decode(ids: list[int]) -> str:
         return "".join(chr(ord("A") + i) for i in ids)
 
-    async with started(SharedVLLM, old, decode=decode) as engine:
+    async with started(KIND, old, decode=decode) as engine:
         free = await engine.generate(request(prompt, seed=3, max_tokens=30))
         stop = decode(free.tokens.tolist())[10:13]
         got = await engine.generate(request(prompt, seed=3, max_tokens=30, stop=[stop]))
@@ -159,7 +161,7 @@ async def test_a_stop_string_cuts_the_turn_also_when_weights_change_within_it() 
 async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_nothing_hangs(
     tmp_path: Path, victim: list[str]
 ) -> None:
-    model: Any = _llama(0)
+    model: Any = llama(0)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path / "model")
     engine = VLLMEngine(
@@ -172,7 +174,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
     await engine.start()
     try:
         assert engine._server is not None
-        await engine.load_weights(1, tensors_of(_llama(1)))
+        await engine.load_weights(1, tensors_of(llama(1)))
         calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(20)]
         await sampled(engine, 50)
         family = below(engine._server.pid)
@@ -181,7 +183,7 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
         os.kill(hit[-1], signal.SIGKILL)
         for outcome in await _soon(asyncio.gather(*calls, return_exceptions=True)):
             assert isinstance(outcome, ActorLost | RemoteError) and "generator-7" in str(outcome)
-        for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(_llama(2))), engine.check()):
+        for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(llama(2))), engine.check()):
             with pytest.raises((ActorLost, RemoteError), match="generator-7"):
                 await _soon(later)
         await _soon(engine.close())
