@@ -139,7 +139,7 @@ def test_sampling_goes_on_while_new_weights_are_copied_and_summed(work: str, mon
         assert engine.version == 0 and not loading.done()
         sampled_meanwhile.set()
         held = await loading
-        assert engine.version == 1 and held == checksum_of(tensors_of(new)) == checksum_of(tensors_of(engine._model))
+        assert engine.version == 1 and held == checksum_of(tensors_of(new)) == checksum_of(tensors_of(engine._stepper.model))
         await engine.abort("r")
         versions = (await running).versions.tolist()
         assert versions == sorted(versions) and versions[0] == 0
