@@ -43,7 +43,7 @@ _ARGUED = {
     "x86_64": {"prlimit64": 302, "setpriority": 141, "sched_setaffinity": 203, "socket": 41},
     "aarch64": {"prlimit64": 261, "setpriority": 140, "sched_setaffinity": 122, "socket": 198},
 }
-_ONLY = {  # argument → the values with which the call is allowed
+_ONLY: dict[str, dict[int, tuple[int, ...]]] = {  # argument → the values with which the call is allowed
     "prlimit64": {0: (0,)},  # the caller itself
     "setpriority": {0: (0,), 1: (0,)},  # one process, the caller itself
     "sched_setaffinity": {0: (0,)},
