@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, NamedTuple
 
 from troupe.envs.base import Task, TextWorld, ToolCall, Turn, action_of
@@ -41,12 +41,14 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 class Episode:
     """What was done and what came back: `seen`, comparable with `==`.
 
-    turns: that it may have. words: blank-separated, of observations and messages. longest, characters: of one observation,
+    turns: that it may have. began: when, in seconds since 1970.
+    words: blank-separated, of observations and messages. longest, characters: of one observation,
     and of all of them.
     """
 
     task: Task
     turns: int
+    began: float = field(default_factory=time)
     actions: list[Action] = field(default_factory=list)
     seen: list[tuple[Any, ...]] = field(default_factory=list)
     words: int = 0

@@ -1,4 +1,4 @@
-"""The same episodes in other processes: with other hash seeds, and so other orders of sets, and other addresses.
+"""The same episodes in other processes: with other hash seeds, and so orders of sets, other addresses, and another day.
 
 `Others` starts the processes and compares; `main` is what runs in each. A process is asked by one JSON object on its
 standard input and answers with one on its standard output; what a world prints goes to standard error.
@@ -19,9 +19,10 @@ from typing import Any
 
 from troupe.envs import registry
 from troupe.envs.base import TextWorld, ToolCall
+from troupe.envs.check.clock import LATER_S, Clock, moved
 from troupe.envs.check.episodes import Action, Episode, plain, play, replayed
 from troupe.envs.drive import Driver
-from troupe.protocol.errors import TroupeError
+from troupe.protocol.errors import EpisodeError, NotReady, TimedOut, TroupeError
 
 _START = "from troupe.envs.check.{} import main; main()"
 _SLACK_S = 60.0
@@ -89,14 +90,20 @@ class Others:
     async def differ(self, played: list[Episode], seconds: float) -> str:
         """How the episodes came out otherwise elsewhere; empty if they did not. seconds: that they took here.
 
-        Raises TimeoutError if a process does not answer; its driver would have named a world that hangs.
+        Raises EpisodeError if the world broke there, NotReady if a process could not say how they came out.
         """
         request = {
             "name": self._name,
             "options": self._options,
             "timeout_s": self._timeout_s,
             "episodes": [
-                {"split": e.task.split, "index": index, "turns": e.turns, "actions": [_written(a) for a in e.actions]}
+                {
+                    "split": e.task.split,
+                    "index": index,
+                    "turns": e.turns,
+                    "began": e.began,
+                    "actions": [_written(a) for a in e.actions],
+                }
                 for index, e in enumerate(played)
             ],
         }
@@ -125,14 +132,18 @@ def _asked(process: subprocess.Popen[bytes], text: bytes, limit: float) -> dict[
         found: dict[str, Any] = json.loads(answer)
         return found
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"another process has not answered for {limit:.0f} s") from None
+        raise NotReady(f"the other process has not answered for {limit:.0f} s") from None
     except (ValueError, OSError):
-        return {"error": f"it died with exit code {process.returncode}"}
+        raise NotReady(f"the other process died with exit code {process.returncode}") from None
 
 
 def _compared(played: list[Episode], answer: dict[str, Any]) -> str:
-    if "error" in answer:
-        return str(answer["error"])
+    if "broke" in answer:
+        raise EpisodeError(answer["broke"])
+    if "failed" in answer:
+        raise NotReady(answer["failed"])
+    if "differs" in answer:
+        return str(answer["differs"])
     for episode, (task, seen) in zip(played, answer["episodes"], strict=True):
         if task != plain(asdict(episode.task)):
             return f"task {episode.task.id}: {_cut(plain(asdict(episode.task)))} here, {_cut(task)} there"
@@ -175,23 +186,40 @@ def main() -> None:
     """Answers one request, and is gone at once, whatever the world has started."""
     answers = mute()
     request = json.loads(sys.stdin.buffer.read())
-    try:
-        found: dict[str, Any] = {"episodes": asyncio.run(_replay(request))}
-    except (TroupeError, IndexError) as error:
-        found = {"error": "an episode went on where it had ended" if isinstance(error, IndexError) else str(error)}
+    with moved() as clock:
+        clock.seconds = LATER_S
+        found = asyncio.run(_answer(request, clock))
     with open(answers, "wb") as file:
         file.write(json.dumps(found).encode())
     os._exit(0)
 
 
-async def _replay(request: dict[str, Any]) -> list[Any]:
+async def _answer(request: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    try:
+        return {"episodes": await _replay(request, clock)}
+    except IndexError:
+        return {"differs": "an episode went on where it had ended"}
+    except EpisodeError as error:
+        return {"broke": str(error)}
+    except TroupeError as error:
+        return {"failed": str(error)}
+
+
+async def _replay(request: dict[str, Any], clock: Clock) -> list[Any]:
+    """Whether it closes is another promise's matter, and one that does not is waited for once."""
+    closes = True
     world = registry.find(request["name"])
     found = []
     for asked in request["episodes"]:
+        clock.at(asked["began"] + LATER_S)
         driver = Driver(registry.make(world, request["options"]), timeout_s=request["timeout_s"])
         actions = [action if isinstance(action, str) else ToolCall(*action) for action in asked["actions"]]
         task = world.task(asked["split"], asked["index"])
         episode = await play(driver, task, replayed(actions), asked["turns"])
-        await driver.close()
+        try:
+            if closes:
+                await driver.close()
+        except (EpisodeError, TimedOut):
+            closes = False
         found.append([plain(asdict(task)), plain(episode.seen)])
     return found

@@ -42,7 +42,7 @@ from troupe.envs.check.splits import splits
 from troupe.envs.drive import Driver
 from troupe.envs.registry import make
 from troupe.envs.tools import ToolWorld
-from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, TimedOut, UnknownTool
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, NotReady, TimedOut, UnknownTool
 
 PROMISES = (
     "it can be imported and made",
@@ -279,13 +279,18 @@ class Suite:
             return "unknown", self.others.missing
         try:
             found = await self.others.differ(self.played, self.first_s)
-        except TimeoutError as error:
-            return "unknown", f"not looked at: {error}"
+        except NotReady as error:
+            return "unknown", f"not judged: {error}"
+        except EpisodeError as error:
+            return "broken", f"in another process it breaks: {error}"
         finally:
             self.others.close()
         same_here = not self._is_broken(PROMISES[3])
         if found:
-            return "broken", f"{found} (the order of a set, hash(), id() or the process itself)" if same_here else found
+            return (
+                "broken",
+                f"{found} (the order of a set, hash(), id(), the clock or the process itself)" if same_here else found,
+            )
         if not same_here:
             self._add(PROMISES[3], "a new process gives the first one again: something outlives an episode, such as a class "
                       "attribute, a mutable default or a global")  # fmt: skip
@@ -412,9 +417,11 @@ class Suite:
         for name, seconds in calls.items():
             often = median(seconds)
             still = median(gap / span for gap, span in zip(self.meter.blocked[name], seconds, strict=True) if span)
+            if still <= _BLOCKED:  # it awaits, and others go on meanwhile
+                continue
             if world.inline and often > _INLINE_S:
                 return "broken", f"inline = True, but {name} takes {often * 1e3:.0f} ms in which all other episodes wait"
-            if name in direct and often > _BLOCKS_S and still > _BLOCKED:
+            if name in direct and often > _BLOCKS_S:
                 return "broken", (
                     f"{name} is async and takes {often * 1e3:.0f} ms without awaiting, in which all other episodes wait: await "
                     "what it waits for, or make it a plain method"

@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import math
@@ -81,6 +82,9 @@ class Sandbox:
         body = stdin.encode(errors="surrogateescape") if isinstance(stdin, str) else stdin
         limit = 2 * self.settings.output_bytes
         answer, out = await self._ask({"op": "run", "command": arguments, "wall_s": wall_s}, body, wall_s + _GRACE_S, limit)
+        if "error" in answer:  # the warden could not; no program is the reason
+            said = await self.close()
+            raise EnvironmentFailed(f"the {self.backend} sandbox could not run a program: {answer['error']} {said}".rstrip())
         cut = int(answer["stdout"])
         return Result(out[:cut], out[cut:], int(answer["exit_code"]), answer["killed_for"], float(answer["wall_s"]))
 
@@ -185,10 +189,11 @@ def warden_command(
     uid: int | None = None,
     apart: bool = False,
     nproc: int = 0,
+    code: bytes = b"",
 ) -> list[str]:
     """How `python` becomes the warden of the folder `root`; see `warden.main`."""
     limits = settings.model_dump(include={"memory_mb", "pids", "cpu_s", "disk_mb", "output_bytes"})
-    place = {"root": root, "path": path, "uid": uid, "apart": apart, "nproc": nproc}
+    place = {"root": root, "path": path, "uid": uid, "apart": apart, "nproc": nproc, "filter": base64.b64encode(code).decode()}
     given = json.dumps({"owner": owner.me(), **place, "limits": limits})
     return [python, "-I", "-S", "-c", inspect.getsource(warden), given]
 

@@ -65,30 +65,18 @@ async def start(settings: SandboxSettings) -> ProcessChannel:
     uid = random.SystemRandom().randrange(2**30, 2**31 - 1) if os.getuid() == 0 else None
     python = python_of_this_process()
     programs = f"{Path(python).parent}:/usr/local/bin:/usr/bin:/bin"
-    warden = warden_command(python, root="/work", path=programs, settings=settings, uid=uid, nproc=settings.pids + 1)
-    code = seccomp.program()
-    fds: tuple[int, ...] = ()
-    filtered: list[str] = []
-    if code:
-        reading, writing = os.pipe()
-        os.write(writing, code)
-        os.close(writing)
-        fds, filtered = (reading,), ["--seccomp", str(reading)]
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *_place(program, settings),
-            *filtered,
-            "--",
-            *warden,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=fds,
-            env={},
-        )
-    finally:
-        for fd in fds:
-            os.close(fd)
+    warden = warden_command(
+        python, root="/work", path=programs, settings=settings, uid=uid, nproc=settings.pids + 1, code=seccomp.program()
+    )
+    process = await asyncio.create_subprocess_exec(
+        *_place(program, settings),
+        "--",
+        *warden,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={},
+    )
     return ProcessChannel(process)
 
 

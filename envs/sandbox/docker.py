@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from troupe.envs.sandbox import image, owner
+from troupe.envs.sandbox import image, owner, seccomp
 from troupe.envs.sandbox.base import warden_command
 from troupe.envs.sandbox.settings import SMALL_MB, SandboxSettings
 from troupe.envs.sandbox.warden import INODES
@@ -142,9 +142,11 @@ def _start(name: str, settings: SandboxSettings) -> tuple[Any, socket.socket]:
     memory = settings.memory_mb + settings.disk_mb + 2 * SMALL_MB + _WARDEN_MB  # files in memory count as well
     runtime = settings.runtime or (GVISOR if has_gvisor() else None)
     pids, uid, caps = settings.pids + 1, None, []
+    code = seccomp.program()  # beside the daemon's own, by which a program may change the limits of process 1
     if runtime == GVISOR:  # its own kernel runs in the container, needs room, and does not hide process 1 from its own user
         memory, pids, uid, caps = memory + _GVISOR_MB, settings.pids + _GVISOR_PIDS, _NOBODY, ["SETUID", "SETGID"]
-    command = warden_command("python3", root="/work", path=_PATH, settings=settings, uid=uid, apart=uid is not None)
+        code = b""
+    command = warden_command("python3", root="/work", path=_PATH, settings=settings, uid=uid, apart=uid is not None, code=code)
     container = _client().containers.create(
         name,
         command,

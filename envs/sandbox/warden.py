@@ -6,12 +6,13 @@ are frames: lengths of a header and a body (`>IQ`), the header as JSON, the body
 Promises:
 - when a run has been answered, no process that it started is alive, and nothing that it wrote to its pipes is unread;
 - a run is ended when it takes too long, too much CPU time, memory, output or too many files, whoever of its processes does;
-- programs can neither end, trace nor read the warden where it is process 1, nor speak in its name;
+- programs can neither end, trace, read nor limit the warden where it is process 1, nor speak in its name;
 - when its owner is gone (end of file on stdin) the warden kills all and exits.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -31,9 +32,11 @@ FRAME = struct.Struct(">IQ")
 WATCH_S = 0.05
 INODES = 20_000  # files of a run; each costs the kernel memory that no size limit counts
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 Answer = tuple[dict[str, Any], bytes]
 TICK = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SOCKET = 208 * 1024  # bytes of a socket's buffer, as Linux has it
 
 
 class Warden:
@@ -41,14 +44,16 @@ class Warden:
 
     uid: what programs become, None: they stay who the warden is.
     alone: it is process 1 of a namespace, and every other process there is one that it has to end.
+    code: a filter of system calls for programs, as classic BPF; empty for none.
     """
 
-    def __init__(self, root: str, limits: dict[str, Any], nproc: int, uid: int | None, alone: bool) -> None:
+    def __init__(self, root: str, limits: dict[str, Any], nproc: int, uid: int | None, alone: bool, code: bytes) -> None:
         self.root = os.path.realpath(root)
         self.limits = limits
         self.nproc = nproc
         self.uid = uid
         self.alone = alone
+        self.filter = Filter(len(code) // 8, code)
         self.prctl = ctypes.CDLL(None, use_errno=True).prctl
         self.bell, wake = os.pipe()
         for fd in (self.bell, wake):
@@ -57,6 +62,7 @@ class Warden:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.prctl(PR_SET_DUMPABLE, 0)
+        self.sockets = sockets_hold()
         if not alone:
             self.prctl(PR_SET_CHILD_SUBREAPER, 1)
             signal.signal(signal.SIGTERM, lambda *_: self.leave())
@@ -72,7 +78,7 @@ class Warden:
                 answer, out = getattr(self, "do_" + header.pop("op"))(body, **header)
             except OSError as error:
                 answer, out = {"error": os.strerror(error.errno) if error.errno else str(error)}, b""
-            except (ValueError, MemoryError) as error:
+            except (ValueError, MemoryError, subprocess.SubprocessError) as error:
                 answer, out = {"error": str(error) or "no memory"}, b""
             write_frame(answer, out)
 
@@ -181,6 +187,8 @@ class Warden:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 cpu += sum(map(int, fields_of(pid)[11:15])) / TICK
                 memory += memory_of(pid)
+        if self.alone:
+            memory += max(0, sockets_hold() - self.sockets)
         if memory > self.limits["memory_mb"] * 2**20:
             return "memory"
         if cpu > self.limits["cpu_s"]:
@@ -259,6 +267,10 @@ class Warden:
             os.nice(5)  # the warden is asked first
         if self.uid is not None:
             os.setresuid(self.uid, self.uid, self.uid)
+        if self.filter.count:
+            self.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+            if self.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(self.filter)):
+                raise OSError(ctypes.get_errno(), "no filter of system calls can be put on a program")
 
     # -- files -------------------------------------------------------------------------------------------------------
 
@@ -273,6 +285,12 @@ class Warden:
         """Refuses what is no file: a pipe, a device, a folder."""
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("it is not a regular file")
+
+
+class Filter(ctypes.Structure):
+    """The kernel's `sock_fprog`: instructions of eight bytes each."""
+
+    _fields_ = (("count", ctypes.c_ushort), ("code", ctypes.c_char_p))
 
 
 class Run:
@@ -338,11 +356,26 @@ def fields_of(pid: int) -> list[bytes]:
 
 
 def memory_of(pid: int) -> int:
-    """Bytes of memory that a process holds; what it shares counts in part, if it lets itself be looked at."""
+    """Bytes that a process and its page tables hold; what it shares counts in part, if it lets itself be looked at."""
+    tables = 0
+    with contextlib.suppress(StopIteration), open(f"/proc/{pid}/status", "rb") as file:
+        tables = next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"VmPTE:"))
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
+        return tables + next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
     with open(f"/proc/{pid}/statm", "rb") as file:
-        return int(file.read().split()[1]) * PAGE
+        return tables + int(file.read().split()[1]) * PAGE
+
+
+def sockets_hold() -> int:
+    """Bytes that all sockets of this network namespace may hold: a buffer each, and what is queued in TCP's, which grow."""
+    held = 0
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/sockstat") as file:
+        held = int(file.readline().split()[2]) * SOCKET
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(path) as file:
+            next(file, "")
+            held += sum(int(size, 16) for line in file for size in line.split()[4].split(":"))
+    return held
 
 
 def oom_kills() -> int:
@@ -385,7 +418,8 @@ def write_frame(header: dict[str, Any], body: bytes) -> None:
 
 
 def main() -> None:
-    """argv[1]: JSON of owner (for the reaper), root, uid (None: stay who you are), apart, path (of programs), nproc, limits.
+    """argv[1]: JSON of owner (for the reaper), root, uid (None: stay who you are), apart, path (of programs), nproc, limits,
+    filter (base64).
 
     apart: the warden keeps being root beside `uid`, which keeps programs away from it where process 1 is not protected.
     """
@@ -399,7 +433,8 @@ def main() -> None:
     home = given["root"]
     os.environ.clear()
     os.environ.update(PATH=given["path"], HOME=home, LANG="C.UTF-8", PYTHONDONTWRITEBYTECODE="1")
-    Warden(home, given["limits"], given["nproc"], uid if apart else None, alone=os.getpid() == 1).serve()
+    code = base64.b64decode(given["filter"])
+    Warden(home, given["limits"], given["nproc"], uid if apart else None, os.getpid() == 1, code).serve()
 
 
 if __name__ == "__main__":

@@ -150,6 +150,18 @@ class Clocked(Base):
         return Turn(f"at {time.perf_counter_ns()}")
 
 
+class ByTheMinute(Base):
+    def step(self, text):
+        super().step(text)
+        return Turn("ok", reward=time.localtime().tm_min % 2)
+
+
+class ByTheSecond(Base):
+    def step(self, text):
+        super().step(text)
+        return Turn("ok", reward=int(time.time()) % 2)
+
+
 class ReseedsTheGlobal(Base):
     def reset(self, task):
         random.seed(task.seed)
@@ -520,6 +532,24 @@ class SlowInline(Base):
         return super().step(text)
 
 
+class AwaitsInline(Base):
+    inline = True
+    max_turns = 1
+
+    async def step(self, text):
+        await asyncio.sleep(0.05)
+        return super().step(text)
+
+
+class BlocksInline(Base):
+    inline = True
+    max_turns = 1
+
+    async def step(self, text):
+        time.sleep(0.05)  # noqa: ASYNC251 - the defect
+        return super().step(text)
+
+
 class BlocksTheLoop(Base):
     max_turns = 1
 
@@ -550,6 +580,20 @@ class HangsInClose(Base):
         type(self).calls += 1
         while True:
             time.sleep(0.01)
+
+
+class DiesElsewhere(Base):
+    def step(self, text):
+        if "PYTHONHASHSEED" in os.environ:
+            os._exit(3)
+        return super().step(text)
+
+
+class FailsElsewhere(Base):
+    def step(self, text):
+        if "PYTHONHASHSEED" in os.environ:
+            raise KeyError(text)
+        return super().step(text)
 
 
 class HangsWhenMade(Base):

@@ -179,6 +179,36 @@ def test_what_depends_on_the_process_is_found_by_another_one(strangers, name):
     assert " here, " in detail_of(report, ELSEWHERE)
 
 
+@pytest.mark.parametrize(("name", "status"), [("AwaitsInline", "ok"), ("BlocksInline", "broken")])
+def test_an_inline_world_may_take_its_time_if_others_go_on_meanwhile(strangers, name, status):
+    report = check(getattr(strangers, name), episodes=1, others=0)
+    assert status_of(report)[BLOCKS] == status and {f.name for f in report.broken} <= {BLOCKS}, str(report)
+
+
+@pytest.mark.parametrize("name", ["ByTheMinute", "ByTheSecond"])
+def test_a_world_that_reads_the_clock_is_found_by_a_process_on_another_day(strangers, name):
+    report = check(getattr(strangers, name), episodes=1, others=1)
+    assert status_of(report)[ELSEWHERE] == "broken" and "the clock" in detail_of(report, ELSEWHERE), str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "detail"),
+    [
+        ("DiesElsewhere", "unknown", "not judged: the other process died with exit code 3"),
+        ("FailsElsewhere", "broken", "in another process it breaks: FailsElsewhere.step"),
+    ],
+)
+def test_another_process_that_says_nothing_is_not_taken_for_one_that_says_otherwise(strangers, name, status, detail):
+    report = check(getattr(strangers, name), episodes=2, others=1)
+    assert status_of(report)[ELSEWHERE] == status and detail in detail_of(report, ELSEWHERE), str(report)
+    assert "hash()" not in detail_of(report, ELSEWHERE)
+
+
+def test_a_world_whose_close_hangs_elsewhere_too_is_blamed_for_that_alone(strangers):
+    report = check(strangers.HangsInClose, episodes=2, timeout_s=0.5, others=1)
+    assert [finding.name for finding in report.broken] == [CLOSES] and status_of(report)[ELSEWHERE] == "ok", str(report)
+
+
 @pytest.mark.parametrize(("name", "outlives"), [("MutableDefault", True), ("Clocked", False)])
 def test_what_outlives_an_episode_is_told_from_chance_by_another_process(strangers, name, outlives):
     report = check(getattr(strangers, name), episodes=2, others=1)

@@ -316,6 +316,119 @@ print([name for name, call in calls.items() if call() == 0])
         assert result.stdout == b"[]\n", result
 
 
+@pytest.mark.parametrize("backend", ("bubblewrap", DOCKER))
+async def test_a_program_limits_or_slows_nobody_but_itself(backend):
+    code = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+every = [getattr(resource, name) for name in dir(resource) if name.startswith('RLIMIT_')]
+tries = {f'limit {what}': lambda what=what, n=n: resource.prlimit(1, what, (n, n)) for what in every for n in (3, 1, 0)}
+tries |= {f'priority {which}': lambda which=which: os.setpriority(which, 1 if which == 0 else 0, 19) for which in (0, 2)}
+tries |= {f'policy {name}': lambda name=name: os.sched_setscheduler(1, getattr(os, name), os.sched_param(0))
+          for name in ('SCHED_IDLE', 'SCHED_BATCH')}
+tries |= {'parameters': lambda: os.sched_setparam(1, os.sched_param(0)), 'cores': lambda: os.sched_setaffinity(1, {0})}
+numbers = {'x86_64': (251, 314, 312, 310, 311, 440), 'aarch64': (30, 274, 272, 270, 271, 440)}
+for number in numbers.get(os.uname().machine, ()):
+    data = ctypes.create_string_buffer(b'\\x30\\0\\0\\0\\x03', 64)
+    def call(number=number, data=data):
+        if libc.syscall(number, 1, 1 if number in (30, 251) else data, 7 << 13 if number in (30, 251) else 0, 0, 0, 0) < 0:
+            raise OSError(ctypes.get_errno(), 'refused')
+    tries[f'call {number}'] = call
+done = []
+for name, each in tries.items():
+    try: each(); done.append(name)
+    except (OSError, ValueError): pass
+print(done)
+"""
+    async with opened(backend) as box:
+        result = await box.run(code=code)
+        assert result.stdout == b"[]\n", result
+        assert (await box.run(code="print(1)")).ok
+        own = (
+            "import os, resource; resource.setrlimit(resource.RLIMIT_NOFILE, (9, 9)); os.nice(1); os.sched_setaffinity(0, {0})"
+        )
+        assert (await box.run(code=own)).ok, "of itself it may"
+
+
+@pytest.mark.parametrize("backend", HOLDS)
+async def test_what_the_kernel_keeps_for_programs_is_memory_too(backend):
+    refused = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {'queue': lambda: libc.msgget(0, 0o1600), 'semaphores': lambda: libc.semget(0, 9, 0o1600),
+         'shared': lambda: libc.shmget(0, 4096, 0o1600), 'named queue': lambda: libc.syscall(
+             {'x86_64': 240}.get(os.uname().machine, 180), b'q', 0o102, 0o600, None),
+         'watch': lambda: libc.inotify_init1(0), 'lend': lambda: libc.vmsplice(1, None, 0, 0)}
+print([name for name, call in calls.items() if call() >= 0])
+"""
+    sockets = """
+import os, socket, time
+for _ in range(20):
+    if os.fork() == 0:
+        kept = []
+        try:
+            while 1:
+                kept.append(socket.socketpair())
+                for each in kept[-1]:
+                    each.setblocking(False)
+                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                    try:
+                        while 1: each.send(bytes(65536))
+                    except BlockingIOError: pass
+        except OSError: pass
+        time.sleep(60)
+time.sleep(60)
+"""
+    tables = """
+import mmap, time
+x = mmap.mmap(-1, 1 << 38, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+for at in range(0, 1 << 38, 1 << 21): x[at]
+time.sleep(60)
+"""
+    async with opened(backend, memory_mb=96, pids=32) as box:
+        if backend != "gvisor":
+            assert (await box.run(code=refused)).stdout == b"[]\n"
+        for bomb in (sockets, tables):
+            with gvisor_may_end(backend):
+                result = await box.run(code=bomb, timeout_s=20)
+                assert backend == "gvisor" or result.killed_for == "memory", (bomb, result)
+
+
+@pytest.mark.parametrize("backend", ("bubblewrap", DOCKER))
+async def test_ordinary_programs_find_the_sockets_processes_and_pipes_that_they_need(backend):
+    code = """
+import asyncio, multiprocessing, socket, sys, threading
+async def main():
+    server = await asyncio.start_server(lambda r, w: (w.write(b'hello'), w.close()), '127.0.0.1', 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    said = await reader.read()
+    child = await asyncio.create_subprocess_exec(sys.executable, '-c', 'print(1)', stdout=-1, stdin=-1)
+    return said, (await child.communicate(b''))[0]
+if __name__ == '__main__':
+    print(asyncio.run(main()))
+    with multiprocessing.Pool(2) as pool: print(pool.map(abs, [-1, -2]))
+    here, there = multiprocessing.Pipe()
+    here.send('x'); print(there.recv())
+"""
+    async with opened(backend) as box:
+        await box.write("main.py", code)
+        result = await box.run(["python3", "main.py"])
+        assert result.stdout == b"(b'hello', b'1\\n')\n[1, 2]\nx\n", result
+
+
+async def test_a_warden_that_cannot_run_a_program_breaks_the_sandbox_and_says_why():
+    async with opened("subprocess") as box:
+        ask = box._ask
+
+        async def broken(header, *rest):
+            return await ask({"op": "read", "path": "nothing", "limit": 1}, *rest)
+
+        box._ask = broken
+        with pytest.raises(EnvironmentFailed, match="could not run a program: No such file"):
+            await box.run(code="print(1)")
+        assert box.closed
+
+
 # -- owners ---------------------------------------------------------------------------------------------------------------
 
 

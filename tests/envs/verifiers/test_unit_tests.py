@@ -29,6 +29,10 @@ CHEATS = {
     "exits at once when it is called": "def f(x):\n    import os\n    os._exit(0)",
     "ends the runner": "import os\nos.kill(os.getppid(), 9)",
     "ends everybody": "import os\nos.kill(-1, 9)",
+    "limits the warden": "import resource\nfor what in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU, resource.RLIMIT_AS):\n"
+    "    try: resource.prlimit(1, what, (3, 3))\n    except OSError: pass\n" + WRONG,
+    "slows the warden": "import os\nfor each in (lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),\n"
+    "             lambda: os.setpriority(os.PRIO_PROCESS, 1, 19)):\n    try: each()\n    except OSError: pass\n" + WRONG,
     "takes all memory": "x = bytearray(1 << 34)",
     "forks without end": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
     "says passed": "print('ready'); print('passed'); print('OK')" + "\n" + WRONG,
@@ -70,6 +74,7 @@ QUICK = (
     "loops when it is called",
     "exits at once",
     "ends the runner",
+    "limits the warden",
     "says passed",
     "equals everything",
     "patches the runner",
