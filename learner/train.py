@@ -298,9 +298,11 @@ def _check_output(output: str | None) -> None:
         return
     if os.path.lexists(output):
         raise ConfigError(f"'{output}' exists already and is not written over: name another --output")
-    above = next(folder for folder in Path(output).absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ConfigError(f"cannot write '{output}': '{above}' is no folder that may be written to")
+    try:
+        Path(output).mkdir(parents=True)  # is it full, read-only, or below a file?
+        Path(output).rmdir()
+    except OSError as error:
+        raise ConfigError(f"cannot write '{output}': {error.strerror}") from error
 
 
 class _Teller:
@@ -350,7 +352,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _fail(f"{error.format_message()} See: python -m troupe.learner.train --help", 2)
+        _fail(f"{error.format_message().rstrip('.')}. See: python -m troupe.learner.train --help", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
