@@ -9,7 +9,8 @@ of success; null if no alarm came before it, or nothing was lost. Success is the
 first step from which on it stays below half of its best so far for `LASTING` steps.
 starpo_s_success, for each seed: the mean success over the last `LAST` steps of the twin, its loss if any, and its alarms.
 misses, false_alarms: over all runs of all seeds; an alarm is a false one in a run that kept success, of either recipe: it was
-not lost, and over the last `LAST` steps is at least `KEPT` of its best. --healthy adds runs of recipes/frozen_lake.toml to the healthy ones.
+not lost, and over the last `LAST` steps it is at least `KEPT` of its best. --healthy adds runs of recipes/frozen_lake.toml to
+those that are looked at.
 
 What runs is the recipe's model, world, agent loop, recorder, engine, trainer and metrics, in one process and in turn: every
 batch is on-policy, as max_staleness = 0 makes it in `troupe train`, and has the same tasks and sampling seeds. There are no

@@ -188,7 +188,8 @@ def _groups(ordered: list[Trajectory]) -> list[list[Trajectory]]:
         for other in found:
             if _task(other) != (task := _task(found[0])):
                 raise BatchError(
-                    f"group {number} has trajectories of two tasks, '{found[0].id}' of {task} and '{other.id}' of {_task(other)}: "
+                    f"group {number} has trajectories of two tasks, '{found[0].id}' of {task} and '{other.id}' of "
+                    f"{_task(other)}: "
                     "a group is compared within itself; give each task a group of its own"
                 )
     return list(members.values())

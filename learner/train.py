@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -298,11 +299,16 @@ def _check_output(output: str | None) -> None:
         return
     if os.path.lexists(output):
         raise ConfigError(f"'{output}' exists already and is not written over: name another --output")
+    folder = Path(output).absolute()
+    made = [folder, *(above for above in folder.parents if not above.exists())]
     try:
-        Path(output).mkdir(parents=True)  # is it full, read-only, or below a file?
-        Path(output).rmdir()
+        folder.mkdir(parents=True)  # may be read-only, full, below a file, of a name too long: only trying tells
     except OSError as error:
         raise ConfigError(f"cannot write '{output}': {error.strerror}") from error
+    finally:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
 
 
 class _Teller:
