@@ -7,9 +7,10 @@ One JSON line a case: {"name", "value", "unit", "compared_with", "context"}.
 collapse_alarm_lead_steps, for each seed: steps from the first alarm (`learner.health.fresh`, default thresholds) to the loss
 of success; null if no alarm came before it, or nothing was lost. Success is the mean over `WINDOW` steps; it is lost at the
 first step from which on it stays below half of its best so far for `LASTING` steps.
-starpo_s_success, for each seed: the mean success over the last `LAST` steps of the twin, its loss if any, and its alarms,
-each of which is a false one if nothing was lost.
-misses, false_alarms: over all seeds. --healthy adds runs of recipes/frozen_lake.toml to the healthy ones.
+starpo_s_success, for each seed: the mean success over the last `LAST` steps of the twin, its loss if any, and its alarms.
+misses, false_alarms: over all runs of all seeds; an alarm is a false one in a run that kept success, of either recipe: it was
+not lost, and over the last `LAST` steps it is at least `KEPT` of its best. --healthy adds runs of recipes/frozen_lake.toml to
+those that are looked at.
 
 What runs is the recipe's model, world, agent loop, recorder, engine, trainer and metrics, in one process and in turn: every
 batch is on-policy, as max_staleness = 0 makes it in `troupe train`, and has the same tasks and sampling seeds. There are no
@@ -35,6 +36,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 WINDOW = 5
 LASTING = 20
 LAST = 10
+KEPT = 0.75
 Row = dict[str, float]
 
 
@@ -55,15 +57,16 @@ def main() -> None:
         missed += fallen["lost"] is not None and not early
         tell("collapse_alarm_lead_steps", fallen["lost"] - fallen["alarms"][0][0] if early else None, "steps", seed, fallen)
         tell("starpo_s_success", kept["last"], "share", seed, kept)
-        healthy += kept["lost"] is None
-        false += len(kept["alarms"]) if kept["lost"] is None else 0
+        for run in filter(healthy_one, (fallen, kept)):
+            healthy, false = healthy + 1, false + len(run["alarms"])
         if given.plot and seed == given.seeds[0]:
             given.plot.write_text(plot(falls, stands, fallen), encoding="utf-8")
     if given.healthy:
         for seed in given.seeds[:2]:
             lake = judge(rows_of("frozen_lake", seed, given.steps, given.rows))
             tell("frozen_lake_success", lake["last"], "share", seed, lake)
-            healthy, false = healthy + 1, false + len(lake["alarms"])
+            if healthy_one(lake):
+                healthy, false = healthy + 1, false + len(lake["alarms"])
     tell("misses", missed, "runs", None, {"runs_that_lost_success": lost, "runs": len(given.seeds)})
     tell("false_alarms", false, "alarms", None, {"healthy_runs": healthy})
 
@@ -91,6 +94,11 @@ def judge(rows: list[Row]) -> dict[str, Any]:
         "last": round(float(success[-LAST:].mean()), 2),
         "alarms": [(int(rows[n - 1]["step"]), a.kind) for n in range(1, len(rows) + 1) for a in fresh(rows[:n])],
     }
+
+
+def healthy_one(run: dict[str, Any]) -> bool:
+    """Whether a judged run kept its success to the end; then each of its alarms was a false one."""
+    return run["lost"] is None and run["last"] >= KEPT * run["best"]
 
 
 def rows_of(recipe: str, seed: int, steps: int, folder: Path | None) -> list[Row]:

@@ -228,7 +228,8 @@ def main() -> None:
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
         context = getattr(error, "ctx", None)
-        _fail(error.format_message() + (f" See: {context.command_path} --help" if context else ""), 2)
+        said = error.format_message()
+        _fail(f"{said.rstrip('.')}. See: {context.command_path} --help" if context else said, 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -107,6 +107,10 @@ class Sql(ToolWorld):
             return False
         return True
 
+    def close(self) -> None:
+        for match in getattr(self, "matches", ()):
+            match.reader.close()
+
     def state_key(self) -> str:
         return f"{self.question.text} | {' ; '.join(sorted(self.seen))}"
 

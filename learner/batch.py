@@ -28,6 +28,7 @@ from troupe.learner.success import succeeded
 from troupe.learner.whiten import whiten
 from troupe.protocol.trajectory import Trajectory
 
+_LARGEST = 1e30  # of a reward: float32 ends at 3e38, and there are sums
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
@@ -167,9 +168,7 @@ def credit(
             penalties=[penalties[i] for i in members] if penalties else [],
             **{name: [arrays[i] for i in members] for name, arrays in per_trajectory.items()},
         )
-        answers = estimator(group)
-        if len(answers) != len(members):
-            raise BatchError(f"the estimator gave {len(answers)} advantages for {len(members)} trajectories")
+        answers = _answers(estimator, group, config.advantage)
         for i, answer in zip(members, answers, strict=True):
             flat[batch.spans[i]] = _per_token(batch.trajectories[i], answer)[batch.order[i]]
 
@@ -185,7 +184,38 @@ def _groups(ordered: list[Trajectory]) -> list[list[Trajectory]]:
     members: dict[int, list[Trajectory]] = {}
     for trajectory in ordered:
         members.setdefault(trajectory.group, []).append(trajectory)
+    for number, found in members.items():
+        for other in found:
+            if _task(other) != (task := _task(found[0])):
+                raise BatchError(
+                    f"group {number} has trajectories of two tasks, '{found[0].id}' of {task} and '{other.id}' of "
+                    f"{_task(other)}: "
+                    "a group is compared within itself; give each task a group of its own"
+                )
     return list(members.values())
+
+
+def _task(t: Trajectory) -> tuple[str, str, str, int]:
+    return t.task.id, t.task.env, t.task.split, t.task.seed
+
+
+def _answers(estimator: Estimator, group: Group, name: str) -> list[Any]:
+    """What an estimator, perhaps a user's, says of a group. Raises BatchError for whatever is wrong with it."""
+    try:
+        answers = estimator(group)
+    except BatchError:
+        raise
+    except Exception as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise BatchError(f"advantage '{name}' failed: {said}") from error
+    members = len(group.trajectories)
+    try:
+        found = list(answers)
+    except TypeError:
+        raise BatchError(f"advantage '{name}' gave {answers!r:.80}: return one array per trajectory") from None
+    if len(found) != members:
+        raise BatchError(f"advantage '{name}' gave {len(found)} advantages for {members} trajectories")
+    return found
 
 
 def _metrics(trajectories: list[Trajectory], keep: Any) -> dict[str, float]:
@@ -203,7 +233,11 @@ def _check(t: Trajectory) -> None:
         raise BatchError(f"trajectory '{t.id}' is {t.status} ({t.stop}): only completed ones are trained on")
     if not _finite(t.reward):
         raise BatchError(f"trajectory '{t.id}' has reward {t.reward}: it is broken, not bad; retry or exclude it")
+    if abs(t.reward) > _LARGEST:
+        raise BatchError(f"trajectory '{t.id}' has reward {t.reward:g}: beyond ±{_LARGEST:g} nothing can be computed; scale it")
     for turn, step in enumerate(t.steps):
+        if any(_finite(one) and abs(one) > _LARGEST for one in (step.reward, *step.parts.values())):
+            raise BatchError(f"trajectory '{t.id}': a reward of turn {turn} is beyond ±{_LARGEST:g}; scale it")
         if not all(map(_finite, (step.reward, *step.parts.values()))):
             raise BatchError(f"trajectory '{t.id}': a reward of turn {turn} is not finite; retry or exclude it")
     drawn = _drawn(t)
@@ -251,7 +285,10 @@ def _taught(trajectory: Trajectory, teacher: Mapping[str, Any]) -> Array:
 def _per_token(trajectory: Trajectory, value: Any) -> Array:
     """An estimator's answer for one trajectory as one number per policy token, in node order."""
     n = trajectory.policy_tokens
-    array = np.asarray(value, np.float64)
+    try:
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise BatchError(f"an advantage of trajectory '{trajectory.id}' is no number: {value!r:.80}") from None
     if array.ndim > 1 or (array.ndim == 1 and len(array) != n):
         raise BatchError(
             f"advantages of trajectory '{trajectory.id}' have shape {list(array.shape)}: give one number, or one for "

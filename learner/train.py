@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -298,9 +299,16 @@ def _check_output(output: str | None) -> None:
         return
     if os.path.lexists(output):
         raise ConfigError(f"'{output}' exists already and is not written over: name another --output")
-    above = next(folder for folder in Path(output).absolute().parents if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ConfigError(f"cannot write '{output}': '{above}' is no folder that may be written to")
+    folder = Path(output).absolute()
+    made = [folder, *(above for above in folder.parents if not above.exists())]
+    try:
+        folder.mkdir(parents=True)  # may be read-only, full, below a file, of a name too long: only trying tells
+    except OSError as error:
+        raise ConfigError(f"cannot write '{output}': {error.strerror}") from error
+    finally:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
 
 
 class _Teller:
@@ -350,7 +358,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
-        _fail(f"{error.format_message()} See: python -m troupe.learner.train --help", 2)
+        _fail(f"{error.format_message().rstrip('.')}. See: python -m troupe.learner.train --help", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

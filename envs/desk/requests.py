@@ -27,7 +27,7 @@ What you write without calling a tool is said to the customer, who answers.
 5. A reservation can be cancelled up to 7 days before arrival.
 6. Damaged goods are for a human: transfer the customer and change nothing. Transfer for nothing else.
 Refuse what these rules do not allow, also if the customer insists. Do what is asked for before you say that it is done, and
-change nothing else."""
+change nothing else. Tell what is asked as the records have it, and no other status, amount or date beside it."""
 
 TELLS = {
     "status": "What is the status of {}?",

@@ -4,7 +4,7 @@ A message without a tool call is said to the customer, who answers. The conversa
 when the agent transfers them to a human. It is a success if, at its end,
 
 - the records are what they should be: changed by what was asked for and is allowed, and by nothing else;
-- the customer was told what they asked to know, and nothing that is somebody else's.
+- the customer was told what they asked to know, and no choice of answers (`telling`); and nothing that is somebody else's.
 
 Promises:
 - a wish of one kind about one thing (a refund of the blue jacket) is trained on or held out (`requests`);
@@ -18,7 +18,6 @@ import copy
 import inspect
 import json
 import random
-import re
 from collections.abc import Awaitable, Iterator
 from typing import Annotated, Any, ClassVar
 
@@ -29,6 +28,7 @@ from troupe.envs.desk import records as desk
 from troupe.envs.desk.customer import Customer, Modelled, Reply, Scripted
 from troupe.envs.desk.player import Player
 from troupe.envs.desk.requests import POLICY, Request, requests
+from troupe.envs.desk.telling import said_in, told
 from troupe.envs.endpoint import Endpoint
 from troupe.envs.tools import Rewards, ToolWorld, tool, turn_of
 from troupe.envs.verifiers.state import StateMatch
@@ -84,7 +84,7 @@ class Desk(ToolWorld):
         _furnish(maker, self.customer, [wish.thing for wish in self.wishes])
         self.records = maker.records
         self.expected = _should_be(self.records, self.wishes)
-        self.said: list[str] = []  # by the agent
+        self.said: list[tuple[int | None, str]] = []  # by the agent: which wish it was about, if a script knows, and what
         self.heard: list[str] = []  # from the customer
         self.known: set[str] = set()  # what was looked up
         self.over = False
@@ -110,7 +110,7 @@ class Desk(ToolWorld):
 
     def step(self, text: str) -> Turn | Awaitable[Turn]:
         """Says something to the customer."""
-        self.said.append(text[:_READ])
+        self.said.append((self.user.current if isinstance(self.user, Scripted) else None, text[:_READ]))
         reply = self.user.answer(text)
         return self._answered(reply) if inspect.isawaitable(reply) else self._turn(reply)
 
@@ -133,11 +133,13 @@ class Desk(ToolWorld):
 
     def faults(self) -> list[str]:
         """What is not as it should be, a line each."""
-        said = " ".join(self.said)
+        said = " ".join(text for _, text in self.said)
         lines = StateMatch(self.expected).differences(self.records)
-        for wish in self.wishes:
-            lines += [f"the customer was not told: {ways[0]}" for ways in wish.tell if not any(_in(way, said) for way in ways)]
-            lines += [f"the customer was told what is not theirs: {text}" for text in wish.secret if _in(text, said)]
+        for number, wish in enumerate(self.wishes):
+            here = " ".join(text for about, text in self.said if about in (None, number))
+            known = " ".join((*self.heard, wish.number, desk.TODAY.isoformat()))
+            lines += [f"the customer was not told: {ways[0]}" for ways in wish.tell if not told(ways, here, known)]
+            lines += [f"the customer was told what is not theirs: {text}" for text in wish.secret if said_in(text, said)]
         return lines
 
     def state_key(self) -> str:
@@ -258,8 +260,3 @@ def _should_be(records: desk.Records, wishes: list[Request]) -> desk.Records:
             else:
                 getattr(desk, name)(after, **arguments)
     return after
-
-
-def _in(text: str, said: str) -> bool:
-    """Whether it stands there as words of its own: 12 is not in 120."""
-    return re.search(rf"(?<![\w-]){re.escape(text)}(?![\w-])", said, re.IGNORECASE) is not None

@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import warnings
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -148,7 +148,9 @@ def same(value: Any, expected: Any) -> bool:
         case list() | tuple():
             return len(value) == len(expected) and all(map(same, value, expected))
         case dict():
-            return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+            return _paired(value, expected) and all(same(value[key], expected[key]) for key in expected)
+        case set() | frozenset():
+            return _paired(value, expected)
     return bool(value == expected)
 
 
@@ -174,6 +176,13 @@ def _check(test: Case) -> None:
         compile(test.call, "test", "eval")
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"UnitTests: {test.call[:80]!r} is no expression: {error}") from None
+
+
+def _paired(ones: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether keys, or members of a set, are equal and of the same types: {True} equals {1}."""
+    mine = {one: one for one in ones}
+    theirs = {other: other for other in others}
+    return mine.keys() == theirs.keys() and all(same(mine[key], key) for key in theirs)
 
 
 def _close(one: float, other: float) -> bool:

@@ -12,6 +12,7 @@ from troupe.envs.check import player_score
 from troupe.envs.desk import records as desk
 from troupe.envs.desk.customer import Scripted
 from troupe.envs.desk.requests import KINDS, Request, _Draw, ways_to_say
+from troupe.envs.desk.telling import told
 from troupe.envs.desk.world import Desk
 from troupe.envs.drive import Driver
 from troupe.protocol.errors import EnvironmentFailed, InvalidAction, TaskFailed
@@ -95,6 +96,38 @@ async def test_what_the_customer_asks_to_know_has_to_be_told_as_it_is():
         assert turn.done and turn.reward == reward and (f"not told: {told}" in turn.text) is (reward == 0.0)
 
 
+async def test_who_recites_every_answer_has_told_none():
+    days = [desk.day(n) for n in range(1, 100)]
+    numbers = [str(n) for n in range(401)]
+    in_words = [way for day in days for way in ways_to_say(day)]
+    shots = (["pending", "shipped", "delivered"], numbers, days, in_words)
+    asked = 0
+    for seed in range(60):
+        for shot in shots:
+            driver, _ = await opened(seed=seed, requests=1)
+            if driver.world.wishes[0].tell:
+                asked += 1
+                turn = await driver.step(", ".join(shot))
+                assert turn.reward == 0.0, (driver.world.wishes, shot)
+    assert asked > 20
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "right"),
+    [
+        ("shipped", "Your order O123 of the red cap is shipped since 2 May 2026.", True),
+        ("shipped", "It is pending, shipped or delivered.", False),
+        (120, "You paid 120 for O123, in size M, delivered on 2026-05-02; 30 days are left.", True),
+        (120, " ".join(map(str, range(300))), False),
+        ("2026-06-03", "You arrive on 3 June 2026 and stay for 2 nights, until 5 June.", True),
+        ("2026-06-03", "It is 1 June, 2 June, 3 June, 4 June or 5 June.", False),
+        ("2026-06-03", "June 1, June 2, June 3rd, June 4.", False),
+    ],
+)
+def test_an_answer_may_have_company_but_no_rivals(answer, said, right):
+    assert told(ways_to_say(answer), said, "It is O123.") is right
+
+
 async def test_what_is_somebody_elses_must_not_be_told():
     driver, wish, _ = await of_kind("friend", False)
     (secret,) = wish.secret
@@ -124,14 +157,14 @@ async def test_a_conversation_that_a_limit_ends_is_not_paid_though_all_is_done()
 
 async def test_the_tools_tell_what_cannot_be_done():
     driver, wish, _ = await of_kind("refund", True)
-    for name, arguments, told in (
+    for name, arguments, reply in (
         ("find_customer", {"email": "nobody@post.no"}, "no customer"),
         ("look_up", {"number": "O1"}, "there is no order or reservation 'O1'"),
         ("stock", {"item": wish.thing[:-1]}, f"Did you mean '{wish.thing}'"),
         ("exchange", {"order": wish.number, "size": "XXL"}, "not in stock in size XXL"),
         ("refund", {"order": "R1"}, "there is no order 'R1'"),
     ):
-        with pytest.raises(InvalidAction, match=told):
+        with pytest.raises(InvalidAction, match=reply):
             await driver.call(name, arguments)
     await driver.call("refund", {"order": wish.number})
     for name in ("refund", "cancel"):

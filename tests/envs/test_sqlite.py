@@ -1,12 +1,14 @@
 """A stranger's query reads and nothing else, is bounded in steps, time and size, and what is wrong with it is told."""
 
+import resource
 import sqlite3
 from time import monotonic
 
 import pytest
 
+from troupe.envs import sqlite
 from troupe.envs.sqlite import Reader
-from troupe.protocol.errors import ConfigError, InvalidAction
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, InvalidAction
 
 ROWS = ", ".join(f"({n}, 'x{n}')" for n in range(100))
 SCRIPT = f"CREATE TABLE t (n INTEGER, word TEXT); INSERT INTO t VALUES {ROWS};"
@@ -104,3 +106,47 @@ def test_a_file_is_read_and_never_written(tmp_path):
     with pytest.raises(InvalidAction):
         Reader(path).read("DELETE FROM t")
     assert path.read_bytes() == before
+
+
+def _ctes(each: str, last: str = "SELECT * FROM c9") -> str:
+    return (
+        "WITH c0 AS (SELECT 1 AS x), " + ", ".join(f"c{n} AS ({each.replace('B', f'c{n - 1}')})" for n in range(1, 10)) + last
+    )
+
+
+def _nested(text: str, times: int) -> str:
+    inner = "SELECT n AS x FROM t"
+    for _ in range(times):
+        inner = text.format(inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        _ctes("SELECT 1 x FROM " + ", ".join(f"B a{n}" for n in range(10))),
+        _ctes("SELECT x FROM B " + "UNION ALL SELECT x FROM B " * 9),
+        _ctes("SELECT 1 x FROM c0 WHERE 1 IN (" + ", ".join(["(SELECT x FROM B)"] * 10) + ")"),
+        _nested("SELECT " + " + ".join(["x"] * 12) + " AS x FROM ({})", 9),
+        _nested("SELECT q.*, q.* FROM ({}) q", 40),
+    ],
+    ids=["joins", "unions", "in", "expressions", "stars"],
+)
+def test_a_short_text_that_is_long_in_preparing_ends_soon_and_costs_its_reader_nothing(query):
+    reader = Reader(SCRIPT)
+    before, used = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with pytest.raises(InvalidAction):
+        reader.read(query)
+    after, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 2 and after.ru_maxrss - before.ru_maxrss < 100_000
+    assert ended.ru_utime + ended.ru_stime - used.ru_utime - used.ru_stime < 6 and ended.ru_maxrss <= max(
+        used.ru_maxrss, 1_000_000
+    )
+    assert reader.read("SELECT count(*) FROM t")[1] == [(100,)]
+
+
+def test_where_no_query_can_be_run_it_is_not_the_querys_fault(monkeypatch):
+    monkeypatch.setattr(sqlite, "_idle", [])
+    monkeypatch.setattr(sqlite.inspect, "getsource", lambda module: "raise SystemExit(3)")
+    with pytest.raises(EnvironmentFailed, match="exit code 3"):
+        Reader(SCRIPT).read("SELECT 1")

@@ -134,3 +134,39 @@ def _said(t: Trajectory, n: int) -> Trajectory:
         logprobs=np.full(n, -5.6, np.float32), versions=np.zeros(n, np.int32),
     )  # fmt: skip
     return replace(t, nodes=[*t.nodes[:-1], answer])
+
+
+def _refused(tiny: str, batch: list[Trajectory], match: str, **config: Any) -> None:
+    trainer = Trainer(LearnerConfig(**{"device": "cpu", **config}), ModelConfig(path=tiny), seed=0)
+    with pytest.raises(BatchError, match=match):
+        trainer.train(batch)
+
+
+@pytest.mark.parametrize("other", [{"id": "x"}, {"env": "x"}, {"split": "x"}, {"seed": 99}])
+def test_two_tasks_in_a_group_are_refused(tiny: str, make_trajectory: Make, other: dict[str, Any]) -> None:
+    batch = groups(make_trajectory, [1.0, 0.0])
+    batch[1] = replace(batch[1], task=replace(batch[1].task, **other))
+    _refused(tiny, batch, "group 0 has trajectories of two tasks")
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39, 1e31])
+def test_a_reward_that_cannot_be_computed_with_is_refused(tiny: str, make_trajectory: Make, reward: float) -> None:
+    _refused(tiny, groups(make_trajectory, [reward, 0.0]), "beyond ±1e\\+30")
+
+
+@pytest.mark.parametrize(
+    ("returns", "says"),
+    [
+        ("None", "gave None: return one array per trajectory"),
+        ("1.0", "gave 1.0: return one array"),
+        ("1 / 0", "failed: ZeroDivisionError: division by zero"),
+        ("[1.0]", "gave 1 advantages for 2"),
+        ("['x', 'y']", "is no number: 'x'"),
+        ("[None, {}]", "."),
+    ],
+)
+def test_a_users_estimator_that_is_wrong_is_named(
+    tiny: str, make_trajectory: Make, tmp_path: Any, returns: str, says: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def mine(group):\n    return {returns}\n")
+    _refused(tiny, groups(make_trajectory, [1.0, 0.0]), says, advantage=f"{tmp_path / 'mine.py'}:mine")

@@ -358,11 +358,12 @@ FILES: dict[str, Callable[[pa.Table], pa.Table]] = {
         ("--data RUN --model RUN/model --step 2", 2, "--steps says how many"),
         ("--data RUN --model RUN/model --config RUN/none.toml", 2, "no recipe 'RUN/none.toml'"),
         ("--data RUN --steps few", 2, "Invalid value for '--steps'"),
-        ("--data RUN --stepz 3", 2, "See: python -m troupe.learner.train --help"),
+        ("--data RUN --stepz 3", 2, "--steps). See: python -m troupe.learner.train --help"),
         ("--data RUN/none --model RUN/model", 2, "there is no 'RUN/none'"),
         ("--data RUN/model --model RUN/model", 2, "is no trajectory store"),
         ("--data RUN/config.toml --model RUN/model", 2, "cannot be read as Arrow or Parquet"),
-        ("--data RUN --model RUN/model --output RUN/config.toml/out", 2, "is no folder that may be written to"),
+        ("--data RUN --model RUN/model --output RUN/config.toml/out", 2, "cannot write 'RUN/config.toml/out': Not a directory"),
+        ("--data RUN --model RUN/model --output new/" + "x" * 300, 2, "File name too long"),
         ("--data flat --model RUN/model", 2, "has no column 'steps', 'nodes'. Nested columns are left out by SQL"),
         ("--data future --model RUN/model", 1, "schema version 99"),
         ("--data text --model RUN/model", 2, "column 'reward' is string, not double"),
@@ -387,7 +388,7 @@ def test_bad_input_is_one_line(
     ended, out, err = command(*arguments.split(), *([] if arguments else ["--json"]))
     assert (ended, out) == (code, ""), err
     assert err.splitlines()[-1].startswith("troupe: ") and says in err.splitlines()[-1]
-    assert "Traceback" not in err
+    assert "Traceback" not in err and not (tmp_path / "new").exists()
 
 
 def test_a_run_whose_first_checkpoints_are_gone_says_which_are_there(run: Path, command: Command) -> None:
