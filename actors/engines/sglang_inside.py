@@ -17,13 +17,19 @@ Promises:
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__mp_main__":  # a child of the server: it goes with it, from now on (SGLang sees to that much later)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() == 1:  # too late
+        os._exit(1)
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]  # our sglang.py is not theirs
 os.environ.setdefault("SGLANG_ENABLE_NAN_LOGITS_CHECK", "1")

@@ -338,6 +338,27 @@ def test_a_server_is_gone_when_its_owner_is_killed(tmp_path: Path) -> None:
 
 
 @real
+async def test_a_server_that_is_still_starting_is_gone_when_its_keeper_is_killed(tmp_path: Path) -> None:
+    """As Ray does to the children of a worker that died."""
+    engine = _own(tmp_path)
+    start = asyncio.ensure_future(engine.start())
+    try:
+        while engine._server is None or not any("spawn" in command for command in below(engine._server.pid).values()):
+            assert not start.done()
+            await asyncio.sleep(0.1)
+        family = below(engine._server.pid)
+        os.kill(engine._server.pid, signal.SIGKILL)
+        with pytest.raises(ConfigError, match="killed by signal 9"):
+            await start
+        async with asyncio.timeout(60):
+            while left := [pid for pid in family if Path(f"/proc/{pid}").exists()]:
+                await asyncio.sleep(0.1)
+        assert not left
+    finally:
+        await engine.close()
+
+
+@real
 async def test_a_start_that_takes_too_long_names_its_limit_and_leaves_nothing(tmp_path: Path) -> None:
     engine = SGLangEngine(_folder(tmp_path / "m"), python=PYTHON, start_s=1.0, log=tmp_path / "log")
     with pytest.raises(TimedOut, match="has not started within 1 s"):
