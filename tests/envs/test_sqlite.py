@@ -139,9 +139,8 @@ def test_a_short_text_that_is_long_in_preparing_ends_soon_and_costs_its_reader_n
         reader.read(query)
     after, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 2 and after.ru_maxrss - before.ru_maxrss < 100_000
-    assert ended.ru_utime + ended.ru_stime - used.ru_utime - used.ru_stime < 6 and ended.ru_maxrss <= max(
-        used.ru_maxrss, 1_000_000
-    )
+    assert ended.ru_utime + ended.ru_stime - used.ru_utime - used.ru_stime < 6
+    assert ended.ru_maxrss <= max(used.ru_maxrss + 100_000, 1_000_000)  # a child begins as large as who starts it
     assert reader.read("SELECT count(*) FROM t")[1] == [(100,)]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,9 @@ async def test_scores_are_all_of_the_same_weights_though_these_change_meanwhile(
         steps.append(scoring)
         if len(steps) == 2:  # the first part is scored; the new weights are next in the inbox
             loading = asyncio.run_coroutine_threadsafe(engine.load_weights(1, tensors_of(other())), loop)
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(60)
+            deadline = time.monotonic() + 60
+            while engine._stepper._inbox.empty() and time.monotonic() < deadline:  # they are copied on another thread
+                time.sleep(0.001)
             assert not loading.done()
         return step(scoring, *how)
 
