@@ -1,6 +1,6 @@
 """How fast the embedded engine samples, beside transformers' own `generate`, in one process and one run.
 
-    python bench/engine.py [--quick] [--sglang-python PATH]
+    python bench/engine.py [--quick] [--sglang-python PATH] [--vllm-python PATH]
 
 One JSON line a case: {"name", "value", "unit", "compared_with", "context"}.
 
@@ -10,7 +10,7 @@ report logprobs, which the engine does.
 group_prefix_speedup: 8 groups, one after the other, of 8 requests that share a prompt of 400 tokens and sample 16 each: the
 engine as it is, beside one that shares nothing between requests (`min_shared=0`).
 turns_per_second_64: what a training step asks for: 64 sessions at once, each turn ~40 new prompt tokens and ~10 sampled.
-turns_per_second_64_sglang: the same with an SGLang server on the CPU, of the interpreter that is given.
+turns_per_second_64_sglang, turns_per_second_64_vllm: the same of a server on the CPU, of the interpreter that is given.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers import StoppingCriteria
 from troupe.actors.engines.base import Engine
 from troupe.actors.engines.local import LocalEngine
 from troupe.actors.engines.sglang import SGLangEngine
+from troupe.actors.engines.vllm import VLLMEngine
 from troupe.learner.config import ModelConfig
 from troupe.learner.model import load, tensors_of
 from troupe.learner.tiny import make_tiny
@@ -39,18 +40,22 @@ from troupe.protocol.messages import Generate, Sampling
 def main(
     quick: bool = typer.Option(False, help="fewer repetitions"),
     sglang_python: str = typer.Option("", help="interpreter in which SGLang is installed"),
+    vllm_python: str = typer.Option("", help="interpreter in which vLLM is installed"),
 ) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = ModelConfig(path=str(make_tiny(Path(folder) / "model", ["the quick brown fox"])))
         model = load(config, seed=0)
         repetitions = 3 if quick else 9
-        asyncio.run(_run(model, lambda: load(config, seed=1), repetitions))
+        turns = asyncio.run(_run(model, lambda: load(config, seed=1), repetitions))
         if sglang_python:
-            asyncio.run(_run_sglang(model, SGLangEngine(config, python=sglang_python), repetitions))
+            asyncio.run(_run_served("sglang", SGLangEngine(config, python=sglang_python), model, turns, repetitions))
+        if vllm_python:
+            asyncio.run(_run_served("vllm", VLLMEngine(config, python=vllm_python), model, turns, repetitions))
 
 
-async def _run(model: Any, load_model: Any, repetitions: int) -> None:
+async def _run(model: Any, load_model: Any, repetitions: int) -> float:
+    """Turns a second of the embedded engine."""
     engine, apart = LocalEngine(load_model), LocalEngine(load_model, min_shared=0)
     try:
         for each in engine, apart:
@@ -58,17 +63,21 @@ async def _run(model: Any, load_model: Any, repetitions: int) -> None:
             await each.load_weights(1, tensors_of(model))
         _print(**await _speedup(engine, model, repetitions))
         _print(**await _groups(engine, apart, model, repetitions))
-        _print(**await _turns(engine, model, repetitions))
+        turns = await _turns(engine, model, repetitions)
+        _print(**turns)
+        return float(turns["value"])
     finally:
         await engine.close()
         await apart.close()
 
 
-async def _run_sglang(model: Any, engine: SGLangEngine, repetitions: int) -> None:
+async def _run_served(name: str, engine: Engine, model: Any, embedded: float, repetitions: int) -> None:
     await engine.start()
-    await engine.load_weights(1, tensors_of(model))
     try:
-        _print(**await _turns(engine, model, repetitions) | {"name": "turns_per_second_64_sglang"})
+        await engine.load_weights(1, tensors_of(model))
+        line = await _turns(engine, model, repetitions)
+        line["context"]["embedded_turns_per_s"] = embedded
+        _print(**line | {"name": f"turns_per_second_64_{name}", "compared_with": "the embedded engine"})
     finally:
         await engine.close()
 
