@@ -29,6 +29,7 @@ from troupe.envs.sandbox.settings import SMALL_MB, SandboxSettings
 from troupe.protocol.errors import ConfigError
 
 NAME = "bubblewrap"
+_STD = ((0, "in"), (1, "out"), (2, "err"))
 _HOST = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
@@ -111,7 +112,13 @@ def _place(program: str, settings: SandboxSettings) -> list[str]:
         args += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # given up by the warden
     else:
         args += ["--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
-    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "0755", "--dir", "/etc"]
+    args += ["--proc", "/proc", "--perms", "0755", "--dir", "/dev", "--perms", "0755", "--dir", "/etc"]
+    # No pseudo-terminals: the host has so many for all. /dev/full reads as /dev/zero does and cannot be mapped, which would
+    # be memory that nobody counts.
+    for device in ("null", "full", "random", "urandom"):
+        args += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for name, target in (("zero", "full"), ("fd", "/proc/self/fd"), *((f"std{x}", f"/proc/self/fd/{n}") for n, x in _STD)):
+        args += ["--symlink", target, f"/dev/{name}"]
     for path, megabytes in (("/work", settings.disk_mb), ("/tmp", SMALL_MB), ("/dev/shm", SMALL_MB)):
         args += ["--perms", "1777", "--size", str(megabytes * 2**20), "--tmpfs", path]
     for path in _HOST:
@@ -122,4 +129,4 @@ def _place(program: str, settings: SandboxSettings) -> list[str]:
     for each in dict.fromkeys([sys.base_prefix, *map(str, settings.readable)]):
         if each != "/usr":
             args += ["--ro-bind", each, each]
-    return [*args, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+    return [*args, "--remount-ro", "/", "--chdir", "/work"]

@@ -1,8 +1,8 @@
 """A filter of system calls, which the warden puts on programs: what they never need and kernels were often attacked through.
 
 Refused with EPERM: new namespaces, mounts, tracing, keys, bpf, perf, userfaultfd, io_uring, modules; memory that belongs to
-no process and no counted file system (memfd, queues of System V and POSIX, watches of files, pages lent to pipes); what
-changes another process: its limits, its priority, its cores; and sockets that are not of Unix, of the Internet or of netlink.
+no process and no counted file system (memfd, shared mappings without a file, huge pages, queues of System V and POSIX, watches
+of files, pages lent to pipes); what changes another process: its limits, its priority, its cores; and sockets that are not of Unix, of the Internet or of netlink.
 `clone3` is refused with ENOSYS, so that libraries fall back to `clone`, whose flags a filter can read. Asking for another size
 of a socket's buffer is granted and changes nothing.
 """
@@ -50,6 +50,7 @@ _ONLY: dict[str, dict[int, tuple[int, ...]]] = {  # argument → the values with
     "socket": {0: (1, 2, 10, 16)},  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 }
 _SETSOCKOPT, _SOL_SOCKET, _BUFFERS = {"x86_64": 54, "aarch64": 208}, 1, (7, 8)  # SO_SNDBUF, SO_RCVBUF
+_MMAP, _SHARED, _ANONYMOUS, _HUGE = {"x86_64": 9, "aarch64": 222}, 0x1, 0x20, 0x40000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _X32 = 0x40000000  # x86_64: numbers of a second ABI, which would pass by the list
@@ -74,6 +75,7 @@ def program(machine: str = "") -> bytes:
     for name, allowed in _ONLY.items():
         lines += _when(_ARGUED[machine][name], _only(allowed))
     lines += _when(_SETSOCKOPT[machine], _buffers())
+    lines += _when(_MMAP[machine], _mappings())
     lines += _when(_CLONE[machine], [_argument(0), (_ANY_OF, 0, 1, _NAMESPACES), (_RETURN, 0, 0, _ERRNO | _EPERM), _PASS])
     lines += [_PASS]
     return b"".join(struct.pack("<HBBI", *line) for line in lines)
@@ -101,3 +103,10 @@ def _buffers() -> list[_Line]:
     send, receive = _BUFFERS
     asked = [_argument(2), (_EQUAL, 1, 0, send), (_EQUAL, 0, 1, receive), (_RETURN, 0, 0, _ERRNO)]
     return [_argument(1), (_EQUAL, 0, len(asked), _SOL_SOCKET), *asked, _PASS]
+
+
+def _mappings() -> list[_Line]:
+    """Pages of such mappings stay when nobody maps them any more, and are then in no process's figures."""
+    refused: _Line = (_RETURN, 0, 0, _ERRNO | _EPERM)
+    shared = [(_ANY_OF, 0, 2, _ANONYMOUS), (_ANY_OF, 0, 1, _SHARED), refused]
+    return [_argument(3), (_ANY_OF, 0, 1, _HUGE), refused, *shared, _PASS]

@@ -151,6 +151,7 @@ class Warden:
         run.poll.register(0, 0)  # reports only that the owner is gone
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = before.ru_utime + before.ru_stime
+        self.ticks: dict[tuple[int, bytes], int] = {}  # of each process that was seen, by number and start
         watch = 0.0
         while run.exit_code is None:
             now = time.monotonic()
@@ -185,8 +186,12 @@ class Warden:
             return "pids"
         for pid in others:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                cpu += sum(map(int, fields_of(pid)[11:15])) / TICK
+                fields = fields_of(pid)
+                user, system, *children = map(int, fields[11:15])
+                cpu += (user + system + sum(children)) / TICK
+                self.ticks[pid, fields[19]] = user + system
                 memory += memory_of(pid)
+        cpu = max(cpu, sum(self.ticks.values()) / TICK)  # who ignores SIGCHLD is told nothing of his children's time
         if self.alone:
             memory += max(0, sockets_hold() - self.sockets)
         if memory > self.limits["memory_mb"] * 2**20:
@@ -350,7 +355,7 @@ class Run:
 
 
 def fields_of(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat after the command's name: [1] is the parent, [11:15] CPU ticks, its dead children's too."""
+    """The fields of /proc/PID/stat after the command's name: [1] is the parent, [11:15] CPU ticks, its dead children's too, [19] its start."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -360,8 +365,10 @@ def memory_of(pid: int) -> int:
     tables = 0
     with contextlib.suppress(StopIteration), open(f"/proc/{pid}/status", "rb") as file:
         tables = next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"VmPTE:"))
-    with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-        return tables + next(int(line.split()[1]) * 1024 for line in file if line.startswith(b"Pss:"))
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+        held = [int(line.split()[1]) * 1024 for line in file if line.startswith((b"Pss:", b"SwapPss:"))]
+        if held:
+            return tables + sum(held)
     with open(f"/proc/{pid}/statm", "rb") as file:
         return tables + int(file.read().split()[1]) * PAGE
 
