@@ -1,8 +1,9 @@
 """A filter of system calls, which the warden puts on programs: what they never need and kernels were often attacked through.
 
-Refused with EPERM: new namespaces, mounts, tracing, keys, bpf, perf, userfaultfd, io_uring, modules; memory that belongs to
-no process and no counted file system (memfd, shared mappings without a file, huge pages, queues of System V and POSIX, watches
-of files, pages lent to pipes); what changes another process: its limits, its priority, its cores; and sockets that are not of Unix, of the Internet or of netlink.
+Refused with EPERM: new namespaces, mounts, tracing, keys, bpf, perf, userfaultfd, io_uring, modules; memory that belongs to no
+process and no counted file system (memfd, shared mappings without a file, huge pages, queues of System V and POSIX, watches of
+files, pages lent to pipes); what changes another process: its limits, its priority, its cores; and sockets that are not of
+Unix, of the Internet or of netlink.
 `clone3` is refused with ENOSYS, so that libraries fall back to `clone`, whose flags a filter can read. Asking for another size
 of a socket's buffer is granted and changes nothing.
 """

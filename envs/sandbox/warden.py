@@ -355,7 +355,8 @@ class Run:
 
 
 def fields_of(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat after the command's name: [1] is the parent, [11:15] CPU ticks, its dead children's too, [19] its start."""
+    """The fields of /proc/PID/stat after the command's name: [1] is the parent, [11:15] CPU ticks, its dead children's too, and
+    [19] when it started."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 

@@ -226,9 +226,7 @@ print(had)
         # Docker's control group counts what is mapped from its /dev/zero, gVisor all that its kernel holds.
         assert found.stdout in {"bubblewrap": (b"[]\n",), "docker": (b"[]\n", b"['/dev/zero']\n")}.get(backend, (found.stdout,))
         held = "import mmap\nkept = []\nfor _ in range(24):\n    kept.append(mmap.mmap(-1, 32 << 20))\n"
-        held += (
-            "    for at in range(0, 32 << 20, 4 << 20): kept[-1][at : at + (4 << 20)] = bytes(4 << 20); kept[-1].madvise(4)\n"
-        )
+        held += "    for at in range(0, 32 << 20, 4096): kept[-1][at : at + 4096] = bytes(4096); kept[-1].madvise(4)\n"
         with gvisor_may_end(backend):
             result = await box.run(code=held + "print('got it')", timeout_s=20)
             assert result.stdout == b"" and not result.ok
