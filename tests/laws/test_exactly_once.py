@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.laws.rollouts import SEED, Plot, Run, Stage, Troubled, drawn, every_seed, played
-from troupe.actors import dispatcher as dispatching
+from troupe.actors.groups import GROUPS_PER_STEP_LIMIT, seed_of
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
 from troupe.actors.tree import drawn as drawn_place
@@ -107,7 +107,7 @@ def test_no_task_is_repeated_or_skipped(run: Run) -> None:
     if run.plot.settings.oversample == 0 and not run.broken:
         for step in range(1, run.plot.steps + 1):
             numbers = sorted(g.group for g in run.groups if g.kind == "train" and g.step == step)
-            first = step * dispatching.GROUPS_PER_STEP_LIMIT
+            first = step * GROUPS_PER_STEP_LIMIT
             assert numbers == list(range(first, first + len(numbers))), "a group was skipped and nothing says why"
 
 
@@ -129,7 +129,7 @@ def test_the_tree_of_a_group_follows_from_its_numbers(run: Run) -> None:
 
 def asked(group: int, member: int) -> tuple[Task, int]:
     """The task and the seed that a run asks for under these numbers."""
-    return Troubled.task("train", SEED * 10_000_000_000 + group), dispatching.seed_of(SEED, group, member)
+    return Troubled.task("train", SEED * 10_000_000_000 + group), seed_of(SEED, group, member)
 
 
 def test_an_undisturbed_run_has_the_same_tasks_and_seeds_and_drops_nothing(model_folder: Path) -> None:
