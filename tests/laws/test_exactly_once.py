@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.laws.rollouts import SEED, Plot, Run, Stage, Troubled, drawn, every_seed, played
+from tests.laws.plots import SEED, Plot, drawn
+from tests.laws.rollouts import Run, Stage, every_seed, played
+from tests.laws.watched import Troubled
 from troupe.actors.groups import GROUPS_PER_STEP_LIMIT, seed_of
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
@@ -185,7 +187,8 @@ def test_the_same_seed_gives_the_same_events_in_any_process(model_folder: Path) 
     seeds = [3, 5, 8]
     here = [Stage(drawn(seed), model_folder).play().trace for seed in seeds]
     code = (
-        "import sys, zlib; from pathlib import Path; from tests.laws.rollouts import Stage, drawn\n"
+        "import sys, zlib; from pathlib import Path\n"
+        "from tests.laws.plots import drawn; from tests.laws.rollouts import Stage\n"
         f"for s in {seeds}: print(zlib.crc32(repr(Stage(drawn(s), Path(sys.argv[1])).play().trace).encode()))"
     )
     root = Path(__file__).resolve().parents[2]
