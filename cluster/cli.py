@@ -6,12 +6,12 @@ import io
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from troupe.cluster.paths import from_here
 from troupe.protocol.errors import TroupeError
 
 app = typer.Typer(
@@ -87,7 +87,7 @@ def train(
         beside = door(port)
     if not resume:
         folder = launch.new_folder(config, run_dir)
-    shown = _relative(folder)
+    shown = from_here(folder)
     where = f"ray {address or os.environ.get('RAY_ADDRESS') or 'local'} · {os.cpu_count()} cores"
     if serve:
         print(f"The newest announced policy answers at http://127.0.0.1:{port}/v1 once training begins.")
@@ -195,13 +195,6 @@ def config(
     found = recipes.read(recipe, set_)
     launch.check_learner(found)
     print(recipes.explained(found), end="")
-
-
-def _relative(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def main() -> None:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from troupe.cluster.paths import from_here
+
 _COUNT = 50
 """Tasks if the recipe evaluates none."""
 
@@ -106,12 +108,13 @@ def register(app: typer.Typer) -> None:
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"cannot write '{file}': {error.strerror}; the episodes are in {_short(folder)}") from error
+            raise ConfigError(f"cannot write '{file}': {error.strerror}; the episodes are in {from_here(folder)}") from error
         if format == "json":
             print(text, end="")
         else:
             print(eval_report.page(found, shutil.get_terminal_size((120, 50)).columns, all_), end="")
-            print(f"All of it: {_short(file)}\nThe episodes: troupe trace {_short(folder)}, troupe query {_short(folder)} SQL")
+            kept = from_here(folder)
+            print(f"All of it: {from_here(file)}\nThe episodes: troupe trace {kept}, troupe query {kept} SQL")
         if not found["scores"]["all"]["trials"]:
             raise typer.Exit(1)
 
@@ -203,10 +206,3 @@ def _progress(total: int) -> Iterator[Callable[[int, list[str]], None]]:
                 console.print(f" · {sentence}", soft_wrap=True)
 
         yield show
-
-
-def _short(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
