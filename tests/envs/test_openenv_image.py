@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("docker")]
 HERE = Path(__file__).parent
 NAME = "troupe-test-openenv"
 UVICORN = "uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.protocols.websockets.auto"
-OURS = f"troupe.cluster.env_commands, typer.rich_utils, troupe.envs.openenv.serve, {UVICORN}, uvicorn.protocols.websockets.websockets_sansio_impl"
+OURS = f"troupe.cluster.env_commands, typer.rich_utils, troupe.envs.openenv.serve, {UVICORN}"
 THEIRS = f"openenv_peer, {UVICORN}"
 LOADED = "import json, sys, {}; print(json.dumps([m.__file__ for m in sys.modules.values() if getattr(m, '__file__', None)]))"
 
@@ -177,7 +177,7 @@ def test_a_container_dies_with_whoever_started_it_on_docker(boxed):
 def test_a_server_that_does_not_start_is_told_with_its_last_words_on_docker(boxed):
     from troupe.envs.openenv import container
 
-    with pytest.raises(EnvironmentFailed, match="does not answer .*; it wrote: it cannot start"):
+    with pytest.raises(EnvironmentFailed, match=r"does not answer .*; it wrote: it cannot start"):
         container.start(boxed[1])
     with pytest.raises(ConfigError, match="no image 'troupe-test-none'"):
         registry.find("openenv:image:troupe-test-none")
