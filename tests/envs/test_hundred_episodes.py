@@ -156,7 +156,9 @@ def owner_of(url):
 
 
 @pytest.mark.xdist_group("openenv")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.openenv] if "OpenEnv" in name else []) for name in CASES]
+)
 async def test_a_hundred_episodes_in_a_pool_break_nothing_and_leave_nothing(name, model, temporary):
     with CASES[name]() as case:
         world, there = registry.find(case.world), Babbler()
