@@ -394,6 +394,8 @@ async def _stop(director: Any, run: asyncio.Future[Any]) -> None:
     with contextlib.suppress(TroupeError, TimeoutError, asyncio.CancelledError):
         await asyncio.wait_for(director.stop(Stop("interrupted")), _STOP_S)
         await asyncio.wait_for(run, _STOP_S)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)  # or what became of it is told in a traceback at the end
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
 import os
@@ -22,6 +23,12 @@ settings.load_profile("troupe")
 # A shell that runs the suite in the background ignores Ctrl-C for all its children; tests that send it must reach theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What importing all the tests has made stays until they end: no `gc.collect` of theirs needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
