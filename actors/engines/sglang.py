@@ -39,7 +39,6 @@ class SGLangEngine(ServedEngine[Wire]):
     """
 
     KIND, SETTING, MARGIN = "SGLang", "sglang", sglang_launch.MARGIN
-    NO_ADAPTER = "to which SGLang binds a request from its start to its end: weights could not change under it"
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class SGLangEngine(ServedEngine[Wire]):
     def capabilities(self) -> Capabilities:
         """Seeds are obeyed; in other company a logit may round otherwise, so tokens are not repeatable without fail."""
         pauses: frozenset[Pause] = frozenset(("in_place", "retract", "abort"))
-        return Capabilities("sglang", pauses, score=True, adapters=False, repeatable=False)
+        return Capabilities("sglang", pauses, score=True, adapters=True, repeatable=False)
 
     def _connect(self, url: str) -> Wire:
         return Wire(self._name, url)

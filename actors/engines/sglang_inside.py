@@ -7,7 +7,7 @@ SGLang 0.5 does almost all that an engine must; what it lacks is added here thro
 
 Promises:
 - `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,
-  under the names by which they were sent (`landing.py`);
+  under the names by which they were sent (`landing.py`); a LoRA adapter that is sent alone is merged into them;
 - each streamed piece names the spans of weight versions of its tokens, not only the last one;
 - logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
 - `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
@@ -22,7 +22,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,8 @@ def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
     model = self.get_model()
     if "load_weights" not in vars(model):
-        load = model.load_weights
-        landed: dict[str, torch.Tensor] = {}
-
-        def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            with _landing.Landing(landed) as mode:
-                return load(mode.passing(weights))
-
-        model.load_weights, model._troupe_landed = seen, landed
+        model._troupe_weights = _landing.Weights(model, model.load_weights, _checksum.checksum_of)
+        model.load_weights = model._troupe_weights.load
     return original(self, *args, **kwargs)
 
 
@@ -78,8 +72,9 @@ def _held(original: Callable[..., Any], self: Any, action: str, *args: Any, **kw
     place, model = self._parallelism_info(role=kwargs["role"]).model_dump(), self._get_model()
     if place["size"] > 1:
         raise ValueError("the weights are spread over several ranks: run one rank a replica")
-    text = _landing.held(model, getattr(model, "_troupe_landed", {}), _checksum.checksum_of)
-    return {"checksums": {"held": text}, "per_gpu_checksum": "", "parallelism_info": place}
+    if not hasattr(model, "_troupe_weights"):
+        raise ValueError("no weights were sent yet")
+    return {"checksums": {"held": model._troupe_weights.checksum()}, "per_gpu_checksum": "", "parallelism_info": place}
 
 
 def _spans(result: Any, self: Any, *, req: Any) -> None:

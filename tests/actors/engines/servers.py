@@ -14,7 +14,7 @@ import torch
 from troupe.actors.engines.served import ServedEngine
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.vllm import VLLMEngine
-from troupe.learner.config import ModelConfig
+from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.protocol.errors import TroupeError
 
 ROOT = Path(__file__).parents[3]
@@ -87,6 +87,7 @@ class _Shared(ServedEngine[Any]):
         **limits: Any,
     ) -> None:
         self._load_model = load_model
+        self._base: tempfile.TemporaryDirectory[str] | None = None
         super().__init__(ModelConfig(path=""), url="http://later", max_cached_tokens=max_cached_tokens, **limits)
 
     async def start(self) -> None:
@@ -95,7 +96,11 @@ class _Shared(ServedEngine[Any]):
         except TroupeError as error:
             self._dead = error
             raise
-        dtype = str(model.dtype).removeprefix("torch.")
+        lora, dtype = None, str(model.dtype).removeprefix("torch.")
+        if hasattr(model, "peft_config"):
+            adapter = model.peft_config["default"]
+            lora = LoraSettings(rank=adapter.r, alpha=adapter.lora_alpha, targets=sorted(adapter.target_modules))
+            model = model.unload()
         key = (self.KIND, model.config.model_type, dtype, self._max_cached)
         if key not in SERVERS or not SERVERS[key].running:
             folder = tempfile.mkdtemp(prefix=f"troupe-test-{self.SETTING}-")
@@ -106,7 +111,16 @@ class _Shared(ServedEngine[Any]):
             await SERVERS[key].start()
             await SERVERS[key].release()
         self._model, self._url = SERVERS[key]._model, SERVERS[key].url
+        if lora is not None:  # the base is the engine's to send
+            self._base = tempfile.TemporaryDirectory(prefix=f"troupe-test-{self.SETTING}-")
+            model.save_pretrained(self._base.name)
+            self._model = ModelConfig(path=self._base.name, dtype=dtype, lora=lora)
         await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        if self._base is not None:
+            self._base.cleanup()
 
 
 class _SGLangOwner(_Owner, SGLangEngine):

@@ -15,7 +15,18 @@ import pytest
 import torch
 
 from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
-from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
+from tests.actors.engines.suite import (
+    CONTEXT,
+    ENGINES,
+    assert_true,
+    llama,
+    llama_with_lora,
+    logits_of,
+    random_ids,
+    request,
+    sampled,
+    started,
+)
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
@@ -122,6 +133,29 @@ async def test_the_checksum_is_of_the_memory_of_the_server_and_changes_with_a_si
             assert await engine.load_weights(1, tensors_of(model)) == sent
         await engine._wire.call("/weights_checker", {"action": "reset_tensors"})
         assert await engine._wire.held(60) != sent
+
+
+@real
+@pytest.mark.parametrize("transport", ["tensors", "disk"])
+async def test_an_adapter_is_proved_over_its_base_from_the_memory_of_the_server(transport: str) -> None:
+    model, other = llama_with_lora(1), llama_with_lora(2)
+    sent = checksum_of(tensors_of(model))
+    engine = SharedSGLang(lambda: llama_with_lora(0), transport=transport)
+    await engine.start()
+    try:
+        assert await engine.load_weights(1, tensors_of(model)) == sent
+        assert engine._wire is not None
+        proof = await engine._wire.held(60)
+        assert proof.startswith(f"{sent} over ")
+        await engine._wire.call("/weights_checker", {"action": "reset_tensors"})  # behind the engine's back
+        with pytest.raises(RemoteError, match="is not its base with the adapter"):
+            await engine._wire.held(60)
+        with pytest.raises(RemoteError, match=f"an adapter over the base .*; it is {proof.rpartition(' ')[2]}"):
+            await engine.load_weights(2, tensors_of(other))
+        with pytest.raises(RemoteError, match="over the base"):
+            await engine.generate(request([1, 2]))
+    finally:
+        await engine.close()
 
 
 @real
@@ -373,8 +407,10 @@ async def test_a_start_that_takes_too_long_names_its_limit_and_leaves_nothing(tm
 
 async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     model = _folder(tmp_path / "m")
+    tied = model.model_copy(update={"lora": LoraSettings(targets=["lm_head"])})
     cases: list[tuple[SGLangEngine, type[TroupeError], str]] = [
         (SGLangEngine(ModelConfig(path="nowhere")), ConfigError, "'nowhere' does not exist"),
+        (SGLangEngine(tied), ConfigError, "'lm_head' cannot be merged"),
         (SGLangEngine(model, python="/no/such/python"), ConfigError, "/no/such/python: No such file"),
         (SGLangEngine(model, url=f"http://127.0.0.1:{free_port()}", start_s=0.3), TimedOut, r"sglang_url .* for 0\.3 s"),
     ]
@@ -384,15 +420,9 @@ async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
         await engine.close()
 
 
-def test_an_adapter_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora"):
-        SGLangEngine(ModelConfig(path="x", lora=LoraSettings()))
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"model": {"lora": {}}}, "leave model.lora out"),
         ({"rollout": {"top_k": 20, "top_p": 0.9}}, "top_k or top_p, not both"),
         ({"generator": {"engine": "sglang", "sglang_url": "http://h:1", "replicas": 2}}, "2 replicas need one each"),
     ],
