@@ -9,6 +9,7 @@ Promises:
 - `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,
   under the names by which they were sent (`landing.py`); a LoRA adapter that is sent alone is merged into them;
 - each streamed piece names the spans of weight versions of its tokens, not only the last one;
+- with a top_k, the logprobs of what it left are told as well, unasked: a router drops the flag that asks for them;
 - logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
 - `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
 - a turn ends with the stop ids of the request, not with what the model's folder calls its end;
@@ -89,6 +90,13 @@ def _spans(result: Any, self: Any, *, req: Any) -> None:
         )
 
 
+def _tell_what_is_left(result: Any, self: Any) -> None:
+    """After a request was read."""
+    settings = self.sampling_params
+    if self.return_logprob is True and isinstance(settings, dict) and settings.get("top_k", -1) > 0:
+        self.return_sampling_mask = True
+
+
 def _know_temperatures(result: Any, cls: Any, forward_batch: Any) -> None:
     result._troupe_temperatures = getattr(forward_batch.sampling_info, "temperatures", None)
 
@@ -146,6 +154,7 @@ _HOOKS = [
     (_UPDATER + "update_weights_from_tensor", _watched, HookType.AROUND),
     (_UPDATER + "update_weights_from_disk", _watched, HookType.AROUND),
     (_SRT + "utils.weight_checker.WeightChecker.handle", _held, HookType.AROUND),
+    (_SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _tell_what_is_left, HookType.AFTER),
     (_SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept", _spans, HookType.AFTER),
     (_SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch", _know_temperatures, HookType.AFTER),
     (_SRT + "layers.logprob_processor.InputLogprobProcessor.forward", _tempered, HookType.AROUND),

@@ -28,8 +28,8 @@ def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path
     }
     process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "3", **changes)
     try:
-        generator = await_event(run, process, event="started", actor="generator-0")["pid"]
-        await_event(run, process, event="announced", version=1)
+        generator = await_event(run, process, event="started", actor="generator-0", limit_s=600)["pid"]
+        await_event(run, process, event="announced", version=1, limit_s=600)
         family = below(generator)
         os.kill(next(pid for pid, command in family.items() if "sglang::scheduler" in command), signal.SIGKILL)
         output, _ = process.communicate(timeout=500)

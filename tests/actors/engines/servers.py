@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from troupe.actors.engines.served import ServedEngine
+from troupe.actors.engines.server import Server, free_port
 from troupe.actors.engines.sglang import SGLangEngine
+from troupe.actors.engines.sglang_wire import Wire
 from troupe.actors.engines.vllm import VLLMEngine
 from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.protocol.errors import TroupeError
@@ -101,7 +103,7 @@ class _Shared(ServedEngine[Any]):
             adapter = model.peft_config["default"]
             lora = LoraSettings(rank=adapter.r, alpha=adapter.lora_alpha, targets=sorted(adapter.target_modules))
             model = model.unload()
-        key = (self.KIND, model.config.model_type, dtype, self._max_cached)
+        key = (self.OWNER, model.config.model_type, dtype, self._max_cached)
         if key not in SERVERS or not SERVERS[key].running:
             folder = tempfile.mkdtemp(prefix=f"troupe-test-{self.SETTING}-")
             model.config.architectures = [type(model).__name__]
@@ -129,6 +131,50 @@ class _SGLangOwner(_Owner, SGLangEngine):
 
 class SharedSGLang(_Shared, SGLangEngine):
     OWNER, INSTALLED = _SGLangOwner, SGLANG
+
+
+class Routed:
+    """Two servers behind an sglang-router; see `_Owner`."""
+
+    def __init__(self, model: ModelConfig, **limits: Any) -> None:
+        self._model = model
+        self.owners = [_SGLangOwner(model, **limits) for _ in range(2)]
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._router: Server | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._router is not None and self._router.alive and all(owner.running for owner in self.owners)
+
+    async def start(self) -> None:
+        for owner in self.owners:
+            await owner.start()
+        command = [SGLANG.python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "cache_aware"]
+        command += ["--port", self.url.rpartition(":")[2], "--prometheus-port", str(free_port())]
+        command += ["--health-check-endpoint", "/model_info", "--worker-urls", *(owner.url for owner in self.owners)]
+        self._router = Server("the router", command, Path(self._model.path) / "router.log", {"HF_HUB_OFFLINE": "1"})
+        await self._router.start(self._knows_all, START_S)
+
+    async def _knows_all(self) -> bool:
+        wire = Wire("the router", self.url)
+        try:
+            return await wire.up() and len(await wire.listed()) == 2
+        finally:
+            await wire.close()
+
+    async def release(self) -> None:
+        for owner in self.owners:
+            await owner.release()
+
+    async def end(self) -> None:
+        if self._router is not None:
+            await self._router.stop()
+        for owner in self.owners:
+            await owner.end()
+
+
+class SharedRouted(_Shared, SGLangEngine):
+    OWNER, INSTALLED = Routed, SGLANG
 
 
 class _VLLMOwner(_Owner, VLLMEngine):

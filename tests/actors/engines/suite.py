@@ -173,6 +173,10 @@ class Running:
         """Tokens that have come."""
         return len(self.versions)
 
+    @property
+    def over(self) -> bool:
+        return self._task.done()
+
     async def has(self, n: int, version: int | None = None) -> None:
         """Returns when `n` tokens (of that version) have come, or the end."""
         while not self._task.done() and (self.sampled if version is None else self.versions.count(version)) < n:

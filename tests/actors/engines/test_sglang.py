@@ -206,41 +206,6 @@ async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the
 
 
 @real
-async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
-    model = llama(1)
-    prompt = random_ids(np.random.default_rng(3), 12)
-    async with started(KIND, model) as engine:
-        for mode in ("in_place", "retract"):
-            going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=300)))
-            left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
-            await sampled(engine, 301)  # more than "a" will say: "b" has spoken, too
-            await engine.pause(mode)
-            late = asyncio.ensure_future(engine.generate(request(prompt, name="c", max_tokens=5)))
-            await asyncio.sleep(0.3)  # what the server had said before is read
-            before = engine.stats()["tokens"]
-            await engine.check()
-            await asyncio.sleep(0.5)
-            assert engine.stats()["tokens"] == before and not going.done() and not late.done()
-            await engine.abort("b")
-            cut = await _soon(left)
-            assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
-            assert_true(KIND, model, prompt, cut)
-            await engine.resume()
-            for got in (await _soon(going), await _soon(late)):
-                assert got.finish == "length"
-                assert_true(KIND, model, prompt, got)
-        going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
-        await sampled(engine, 10)
-        await engine.pause("abort")
-        cut = await _soon(going)
-        assert cut.finish == "abort" and len(cut.tokens) >= 8
-        assert_true(KIND, model, prompt, cut)
-        await engine.resume()
-        await engine.resume()
-        assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
-
-
-@real
 async def test_a_server_whose_client_died_in_a_pause_serves_the_next_one() -> None:
     async with started(KIND, llama(1)) as engine:
         await engine.pause("in_place")

@@ -79,45 +79,6 @@ async def test_the_checksum_is_of_the_memory_of_the_server() -> None:
 
 
 @VLLM
-async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
-    old, new = llama(1), llama(2)
-    prompt = random_ids(np.random.default_rng(3), 12)
-    async with started(KIND, old) as engine:
-        going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=60)))
-        left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
-        await sampled(engine, 30)
-        with pytest.raises(ConfigError, match="'in_place': it knows abort, retract"):
-            await engine.pause("in_place")
-        await engine.pause("retract")
-        late = asyncio.ensure_future(engine.generate(request(prompt, name="c", max_tokens=5)))
-        before = engine.stats()["tokens"]
-        await engine.check()
-        await asyncio.sleep(0.5)
-        assert engine.stats()["tokens"] == before and not going.done() and not late.done()
-        await engine.abort("b")
-        cut = await _soon(left)
-        assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
-        assert_true(KIND, old, prompt, cut)
-        await engine.load_weights(2, tensors_of(new))
-        assert engine.stats()["tokens"] == before
-        await engine.resume()
-        got = await _soon(going)
-        assert (got.finish, len(got.tokens), set(got.versions.tolist())) == ("length", 60, {1, 2})
-        late_one = await _soon(late)
-        assert late_one.versions.tolist() == [2] * 5
-        assert_true(KIND, new, prompt, late_one)
-        going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
-        await sampled(engine, 10)
-        await engine.pause("abort")
-        cut = await _soon(going)
-        assert cut.finish == "abort" and len(cut.tokens) >= 10
-        assert_true(KIND, new, prompt, cut)
-        await engine.resume()
-        await engine.resume()
-        assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
-
-
-@VLLM
 async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
     model = llama(1)
     rng = np.random.default_rng(4)
@@ -195,7 +156,9 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
 # -- without a server --------------------------------------------------------------------------------------------------
 
 
-def test_what_vllm_would_not_obey_is_refused() -> None:
+async def test_what_vllm_would_not_obey_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'in_place': it knows abort, retract"):
+        await VLLMEngine(ModelConfig(path="x")).pause("in_place")
     with pytest.raises(ConfigError, match=r"samples at 0\.01 instead"):
         request_body(request([1], temperature=0.005), 4, 61, 1)
     with pytest.raises(ValueError, match=r"temperature of 0\.001"):
