@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from troupe.actors.engines.base import Engine
 from troupe.actors.learner import Trains
 from troupe.actors.settings import GeneratorSettings
@@ -26,7 +28,13 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
 
     from troupe.actors.rendering.tokenizer import PlainTokenizer
 
-    decode = PlainTokenizer(model.path).decode
+    common: dict[str, Any] = {
+        "max_running": settings.max_running,
+        "device": settings.device,
+        "threads": settings.threads,
+        "generator_name": name,
+        "decode": PlainTokenizer(model.path).decode,
+    }
     if settings.engine == "sglang":
         from troupe.actors.engines.sglang import SGLangEngine
 
@@ -34,16 +42,13 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
             model,
             python=settings.sglang_python,
             url=settings.sglang_url,
-            max_running=settings.max_running,
             max_cached_tokens=settings.sglang_tokens,
-            device=settings.device,
-            threads=settings.threads,
             on_update=settings.sglang_update,
             transport=settings.sglang_weights,
             start_s=settings.sglang_start_s,
             args=settings.sglang_args,
-            generator_name=name,
-            decode=decode,
+            seed=seed,
+            **common,
         )
     if settings.engine == "vllm":
         from troupe.actors.engines.vllm import VLLMEngine
@@ -51,24 +56,13 @@ def make_engine(name: str, settings: GeneratorSettings, model: ModelConfig, seed
         return VLLMEngine(
             model,
             python=settings.vllm_python,
-            max_running=settings.max_running,
             max_cached_tokens=settings.vllm_tokens,
-            device=settings.device,
-            threads=settings.threads,
             start_s=settings.vllm_start_s,
             args=settings.vllm_args,
-            generator_name=name,
-            decode=decode,
+            seed=seed,
+            **common,
         )
     from troupe.actors.engines.local import LocalEngine
     from troupe.learner.model import load
 
-    return LocalEngine(
-        partial(load, model, seed=seed),
-        max_running=settings.max_running,
-        device=settings.device,
-        threads=settings.threads,
-        generator_name=name,
-        decode=decode,
-        steady=steady,
-    )
+    return LocalEngine(partial(load, model, seed=seed), steady=steady, **common)

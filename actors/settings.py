@@ -269,8 +269,6 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _can_be_sampled(self) -> Self:
         engine = self.generator.engine
-        if engine != "local" and self.model.lora is not None:
-            raise ValueError(f"generator.engine = '{engine}' takes whole weights: leave model.lora out, or use 'local'")
         coldest = min(t for t in (self.rollout.temperature, self.eval.temperature) if t)
         if engine == "vllm" and coldest < 0.01:
             raise ValueError(f"generator.engine = 'vllm' does not obey a temperature of {coldest}: make it 0.01 or more")

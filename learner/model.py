@@ -59,7 +59,7 @@ def load(config: ModelConfig, *, seed: int) -> torch.nn.Module:
 
 
 def outline(config: ModelConfig) -> torch.nn.Module:
-    """The model without memory for its weights, on the meta device: names, shapes and dtypes. Raises as `load` does."""
+    """What `load` gives without memory for its weights, on the meta device: names, shapes and dtypes. Raises as `load` does."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _folder(config)
@@ -69,6 +69,9 @@ def outline(config: ModelConfig) -> torch.nn.Module:
             model: Any = AutoModelForCausalLM.from_config(hf, dtype=getattr(torch, config.dtype))  # type: ignore[no-untyped-call]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model folder '{folder}' cannot be loaded: {error}") from error
+    if config.lora is not None:
+        with torch.device("meta"):
+            model = _adapted(model, config.lora)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -109,6 +112,20 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     if not hasattr(model, "peft_config"):
         return named
     return {name.replace(".default.", "."): p for name, p in named.items() if ".lora_" in name}
+
+
+def check_mergeable(model: torch.nn.Module) -> None:
+    """Raises ConfigError if an adapter of the model is not that of a matrix of its own, to which its product can be added."""
+    named = dict(model.named_parameters())
+    for name, parameter in parameters_of(model).items():
+        stem, _, end = name.rpartition(".lora_")
+        base = named.get(f"{stem}.base_layer.weight")  # none if it is tied to another
+        side = {"A.weight": 1, "B.weight": 0}.get(end)
+        if base is None or side is None or base.ndim != 2 or base.shape[side] != parameter.shape[side]:
+            raise ConfigError(
+                f"model.lora.targets: the adapter of '{stem.removeprefix('base_model.model.')}' cannot be merged into the "
+                "weights of a server; leave that module out, or set generator.engine = 'local'"
+            )
 
 
 def tensors_of(model: torch.nn.Module) -> Tensors:

@@ -36,7 +36,7 @@ class Capabilities:
     score: bool
     """Whether it tells logprobs of ids that it did not sample."""
     adapters: bool
-    """Whether it holds a LoRA adapter beside its base, so that the adapter alone can be sent."""
+    """Whether a LoRA adapter can be sent alone: the engine holds it beside its base, or merges the two."""
     repeatable: bool
     """Whether the same request, seed and weights draw the same tokens in any company."""
 

@@ -3,7 +3,8 @@
 Promises, beyond those of `base.py`:
 - its own server dies with it, and with its process, even on kill -9 (`server.py`);
 - a server that is gone, or does not answer, fails what is in flight and all later calls with one typed error; nothing hangs;
-- a failure in the middle of a change of weights is the end of the engine: nobody samples from mixed ones.
+- a failure in the middle of a change of weights is the end of the engine: nobody samples from mixed ones;
+- with LoRA the base is sent once and proved, and then adapters alone, which the server merges into it (`landing.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from troupe.actors.engines import admission, sampling
+from troupe.actors.engines import admission, landing, sampling
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.flights import Flights
 from troupe.actors.engines.server import Server, free_port
 from troupe.actors.engines.wire import ServerWire
 from troupe.learner import model as weights
 from troupe.learner.config import ModelConfig
-from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, TimedOut, TroupeError
+from troupe.protocol.checksum import checksum_of
+from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TimedOut, TroupeError
 from troupe.protocol.messages import Generate, Generated
 
 CALL_S, LOAD_S = 150.0, 600.0
@@ -43,7 +45,8 @@ W = TypeVar("W", bound=ServerWire)
 class ServedEngine(ABC, Generic[W]):
     """See `base.Engine`. To be used from one asyncio event loop.
 
-    model: the folder that is served, and the dtype. Its weights are not read: they come by `load_weights`.
+    model: the folder that is served, and the dtype. Its weights come by `load_weights`; with LoRA the base is read from it, and
+    drawn from `seed` if it has none.
     python: the interpreter in which the server is installed; empty: this one. url: a server that somebody else owns and ends.
     max_running: requests at the server at a time; max_waiting: those that may wait here, then Overloaded.
     max_cached_tokens: keys and values that the server holds, in tokens. threads: of its CPU work. args: more flags for it.
@@ -57,8 +60,6 @@ class ServedEngine(ABC, Generic[W]):
     """How `generator.engine` calls it."""
     MARGIN: int
     """Positions of its context that the server keeps for itself."""
-    NO_ADAPTER: str
-    """Why it takes whole weights only."""
 
     def __init__(
         self,
@@ -76,19 +77,15 @@ class ServedEngine(ABC, Generic[W]):
         log: Path | None = None,
         generator_name: str = "",
         decode: Callable[[list[int]], str] | None = None,
+        seed: int = 0,
     ) -> None:
-        if model.lora is not None:
-            raise ConfigError(
-                f"generator.engine = '{self.SETTING}' takes whole weights, and model.lora trains an adapter, {self.NO_ADAPTER}"
-                "; set generator.engine = 'local'"
-            )
         self.version = -1
         self._model, self._url, self._python = model, url.rstrip("/"), python or sys.executable
         self._max_running, self._max_requests = max_running, max_running + max_waiting
         self._max_cached, self._device, self._threads = max_cached_tokens, device, threads
         self._start_s, self._args, self._log, self._decode = start_s, list(args), log, decode
         self._name = f"{self.KIND} of {generator_name}" if generator_name else f"the {self.KIND} server"
-        self._generator_name = generator_name
+        self._generator_name, self._seed, self._base_sum = generator_name, seed, ""
 
         self._flights = Flights(self._name, max_running, decode, self._told)
         self._server: Server | None = None
@@ -157,6 +154,8 @@ class ServedEngine(ABC, Generic[W]):
 
     async def _start(self) -> None:
         self._outline: Any = await asyncio.to_thread(weights.outline, self._model)
+        if self._model.lora is not None:
+            weights.check_mergeable(self._outline)
         self._vocabulary = int(self._outline.get_input_embeddings().num_embeddings)
         self._context = min(int(self._outline.config.max_position_embeddings), self._max_cached - self.MARGIN)
         self._scratch = tempfile.TemporaryDirectory(prefix=f"troupe-{self.SETTING}-")
@@ -356,7 +355,13 @@ class ServedEngine(ABC, Generic[W]):
             self._flights.held_back = True
             try:
                 named = [(name, weights.to_torch(array, own[name].dtype)) for name, array in tensors.items()]
-                held = await self._change(wire, version, named)
+                if self._model.lora is not None:
+                    await self._send_base(wire, version)
+                    scale = self._model.lora.alpha / self._model.lora.rank
+                    named.append((landing.SCALE, torch.tensor([scale], dtype=torch.float64)))
+                held, _, base = (await self._change(wire, version, named)).partition(landing.OVER)
+                if base != self._base_sum:
+                    raise RemoteError(f"{self._name} holds an adapter over the base {base or 'none'}; it is {self._base_sum}")
             except TroupeError as error:
                 self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
                 raise self._death() from error
@@ -364,6 +369,14 @@ class ServedEngine(ABC, Generic[W]):
             self._flights.held_back = self._paused is not None
             self._flights.admit()
             return held
+
+    async def _send_base(self, wire: W, version: int) -> None:
+        """What adapters are merged into. Once; nothing is sampled from it."""
+        if not self._base_sum:
+            plain = self._model.model_copy(update={"lora": None})
+            base = await asyncio.to_thread(weights.load, plain, seed=self._seed)
+            await self._change(wire, version, [(name, tensor.detach()) for name, tensor in weights.parameters_of(base).items()])
+            self._base_sum = await asyncio.to_thread(checksum_of, weights.tensors_of(base))
 
     def stats(self) -> dict[str, float]:
         """`load` (requests in flight), `busy` (share of the time since the last call), `tokens` (sampled since start)."""

@@ -1,7 +1,8 @@
 """An SGLang server as an engine: one server process a replica, spoken to over its native HTTP API.
 
 The server is this engine's own, started by `sglang_inside.py` with the interpreter in which SGLang is installed, or somebody
-else's, at an address; that one must have been started by `sglang_inside.py` too, and serves nobody else.
+else's, at an address; that one must have been started by `sglang_inside.py` too, and serves nobody else. An sglang-router may
+stand there, with several such servers behind it (`sglang_routed.py`).
 
 Promises, beyond those of `served.py`:
 - spans of versions come from the server, which pauses for each change of weights; the checksum is of what its model holds;
@@ -22,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from troupe.actors.engines import sglang_launch
+from troupe.actors.engines import sglang_launch, sglang_routed
 from troupe.actors.engines.base import Capabilities, Pause
 from troupe.actors.engines.served import CALL_S, LOAD_S, ServedEngine
 from troupe.actors.engines.sglang_wire import Wire, request_body
@@ -39,7 +40,6 @@ class SGLangEngine(ServedEngine[Wire]):
     """
 
     KIND, SETTING, MARGIN = "SGLang", "sglang", sglang_launch.MARGIN
-    NO_ADAPTER = "to which SGLang binds a request from its start to its end: weights could not change under it"
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class SGLangEngine(ServedEngine[Wire]):
     def capabilities(self) -> Capabilities:
         """Seeds are obeyed; in other company a logit may round otherwise, so tokens are not repeatable without fail."""
         pauses: frozenset[Pause] = frozenset(("in_place", "retract", "abort"))
-        return Capabilities("sglang", pauses, score=True, adapters=False, repeatable=False)
+        return Capabilities("sglang", pauses, score=True, adapters=True, repeatable=False)
 
     def _connect(self, url: str) -> Wire:
         return Wire(self._name, url)
@@ -76,10 +76,12 @@ class SGLangEngine(ServedEngine[Wire]):
         return command, sglang_launch.environment(self._device, self._threads)
 
     async def _greet(self, wire: Wire) -> None:
-        info = await wire.call("/server_info")
-        context = info.get("context_length") or self._context + self.MARGIN
-        room = min(context, info.get("max_total_num_tokens") or self._max_cached)
-        self._context = min(self._context, int(room) - self.MARGIN)
+        self._wire = wire = await sglang_routed.found(self._name, wire)
+        for server in wire.servers:
+            info = await server.call("/server_info")
+            context = info.get("context_length") or self._context + self.MARGIN
+            room = min(context, info.get("max_total_num_tokens") or self._max_cached)
+            self._context = min(self._context, int(room) - self.MARGIN)
         await self._go_on(wire)  # whoever used it before may have died in a pause
 
     async def _look(self, wire: Wire) -> None:

@@ -7,8 +7,9 @@ SGLang 0.5 does almost all that an engine must; what it lacks is added here thro
 
 Promises:
 - `/weights_checker` with action "held" answers with the checksum (`protocol.checksum`) of the tensors that the model holds,
-  under the names by which they were sent (`landing.py`);
+  under the names by which they were sent (`landing.py`); a LoRA adapter that is sent alone is merged into them;
 - each streamed piece names the spans of weight versions of its tokens, not only the last one;
+- with a top_k, the logprobs of what it left are told as well, unasked: a router drops the flag that asks for them;
 - logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
 - `sampling_seed` is obeyed without deterministic mode, which exists for some GPU kernels only;
 - a turn ends with the stop ids of the request, not with what the model's folder calls its end;
@@ -22,7 +23,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,8 @@ def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
     """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
     model = self.get_model()
     if "load_weights" not in vars(model):
-        load = model.load_weights
-        landed: dict[str, torch.Tensor] = {}
-
-        def seen(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-            with _landing.Landing(landed) as mode:
-                return load(mode.passing(weights))
-
-        model.load_weights, model._troupe_landed = seen, landed
+        model._troupe_weights = _landing.Weights(model, model.load_weights, _checksum.checksum_of)
+        model.load_weights = model._troupe_weights.load
     return original(self, *args, **kwargs)
 
 
@@ -78,8 +73,9 @@ def _held(original: Callable[..., Any], self: Any, action: str, *args: Any, **kw
     place, model = self._parallelism_info(role=kwargs["role"]).model_dump(), self._get_model()
     if place["size"] > 1:
         raise ValueError("the weights are spread over several ranks: run one rank a replica")
-    text = _landing.held(model, getattr(model, "_troupe_landed", {}), _checksum.checksum_of)
-    return {"checksums": {"held": text}, "per_gpu_checksum": "", "parallelism_info": place}
+    if not hasattr(model, "_troupe_weights"):
+        raise ValueError("no weights were sent yet")
+    return {"checksums": {"held": model._troupe_weights.checksum()}, "per_gpu_checksum": "", "parallelism_info": place}
 
 
 def _spans(result: Any, self: Any, *, req: Any) -> None:
@@ -92,6 +88,13 @@ def _spans(result: Any, self: Any, *, req: Any) -> None:
             current_version=self.current_weight_version,
             num_output_tokens=len(req.output_ids_through_stop),
         )
+
+
+def _tell_what_is_left(result: Any, self: Any) -> None:
+    """After a request was read."""
+    settings = self.sampling_params
+    if self.return_logprob is True and isinstance(settings, dict) and settings.get("top_k", -1) > 0:
+        self.return_sampling_mask = True
 
 
 def _know_temperatures(result: Any, cls: Any, forward_batch: Any) -> None:
@@ -151,6 +154,7 @@ _HOOKS = [
     (_UPDATER + "update_weights_from_tensor", _watched, HookType.AROUND),
     (_UPDATER + "update_weights_from_disk", _watched, HookType.AROUND),
     (_SRT + "utils.weight_checker.WeightChecker.handle", _held, HookType.AROUND),
+    (_SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _tell_what_is_left, HookType.AFTER),
     (_SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept", _spans, HookType.AFTER),
     (_SRT + "layers.logits_processor.LogitsMetadata.from_forward_batch", _know_temperatures, HookType.AFTER),
     (_SRT + "layers.logprob_processor.InputLogprobProcessor.forward", _tempered, HookType.AROUND),

@@ -34,29 +34,27 @@ def request_body(request: Generate, max_new_tokens: int, vocabulary: int, interv
             f"top_k = {top_k} and top_p = {top_p} together: SGLang takes top_p of the whole distribution, Troupe of what top_k "
             "left; set one of them, or generator.engine = 'local'"
         )
-    body: dict[str, Any] = {
+    return {
         "input_ids": request.prompt.tolist(),
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": max_new_tokens,
             "temperature": settings.temperature,
             "top_p": top_p,
-            "top_k": top_k or (vocabulary if top_p < 1 else -1),
+            "top_k": top_k or (vocabulary if top_p < 1 else -1),  # with one, SGLang tells the logprob of what is left, too
             "stop_token_ids": [i for i in settings.stop_ids if 0 <= i < vocabulary],
             "sampling_seed": request.seed % 2**63,
             "stream_interval": interval,
         },
     }
-    if top_k or top_p < 1:  # then SGLang tells the logprob of what is left, beside that of the whole
-        body["return_sampling_mask"] = True
-    return body
 
 
 class Wire(ServerWire):
-    """name: of the server, in errors. url: http://host:port."""
+    """name: of the server, in errors. url: http://host:port. servers: all that stand behind it (`sglang_routed.py`)."""
 
     def __init__(self, name: str, url: str) -> None:
         super().__init__(name, url, ready="/model_info")  # `/ready` is not for one that is paused
+        self.servers: list[Wire] = [self]
 
     def addressed(self, body: dict[str, Any], rid: str, salt: str, said: list[int]) -> dict[str, Any]:
         """What is sent for a request. SGLang keeps those in flight itself: nothing was said before."""
@@ -64,9 +62,9 @@ class Wire(ServerWire):
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[tuple[Piece, dict[str, Any] | None]]:
         """Pieces of one request as they come, each with the reason for which it is the last one, or None."""
-        told = 0
+        told, limited = 0, body["sampling_params"]["top_k"] > 0
         async for chunk in self.chunks("/generate", body):
-            piece = self._piece(chunk, told)
+            piece = self._piece(chunk, told, limited)
             told += len(piece.tokens)
             ended = chunk["meta_info"]["finish_reason"]
             yield piece, ended
@@ -77,8 +75,9 @@ class Wire(ServerWire):
         """Has the server end the request."""
         await self.call("/abort_request", {"rid": rid})
 
-    def _piece(self, chunk: dict[str, Any], told: int) -> Piece:
-        """told: how many of the request's tokens came before. A chunk may repeat some of them."""
+    def _piece(self, chunk: dict[str, Any], told: int, limited: bool = False) -> Piece:
+        """told: how many of the request's tokens came before. A chunk may repeat some of them. limited: whether it was drawn
+        from a part of the distribution."""
         meta = chunk["meta_info"]
         ids = chunk["output_ids"]
         ids = ids[len(ids) - (meta["completion_tokens"] - told) :] if meta["completion_tokens"] > told else []
@@ -86,22 +85,36 @@ class Wire(ServerWire):
         if told + k != meta["completion_tokens"]:
             raise RemoteError(f"{self._name} left out tokens of '{meta['id']}': {told} + {k} of {meta['completion_tokens']}")
         pairs = meta["output_token_logprobs"][-k:] if k else []
-        logprobs = meta["output_token_sampling_logprobs"][-k:] if k and "output_token_sampling_logprobs" in meta else None
-        if [pair[1] for pair in pairs] != ids:
+        logprobs = [pair[0] for pair in pairs]
+        if limited and k:
+            logprobs = (meta.get("output_token_sampling_logprobs") or [])[-k:]
+        if [pair[1] for pair in pairs] != ids or len(logprobs) != k:
             raise RemoteError(f"{self._name} told logprobs of other tokens than it sampled for '{meta['id']}'")
         versions = np.full(k, -1, np.int32)
         for span in meta.get("weight_versions") or ():
             versions[max(span["start"] - told, 0) : max(span["end"] - told, 0)] = _version(self._name, span["version"])
         if k and versions.min() < 0:
             raise RemoteError(f"{self._name} did not tell which weights sampled '{meta['id']}': start it by sglang_inside.py")
-        told_logprobs = [pair[0] for pair in pairs] if logprobs is None else logprobs
-        return Piece(np.array(ids, np.int32), np.array(told_logprobs, np.float32), versions)
+        return Piece(np.array(ids, np.int32), np.array(logprobs, np.float32), versions)
 
     async def score(self, body: dict[str, Any], limit_s: float) -> list[list[Any]]:
         """Logprobs of the prompt's ids: [logprob, id, None] of each; the first has none."""
         answer = await self.call("/generate", body, limit_s=limit_s)
         found: list[list[Any]] = answer["meta_info"]["input_token_logprobs"]
         return found
+
+    async def up(self) -> bool:
+        """Whether it serves by now; or a router, whose own word is another."""
+        return await super().up() or await self._serves("/readiness")
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """The servers behind a router, each with its `id` and `url`. Raises RemoteError if it is none."""
+        found: list[dict[str, Any]] = (await self.call("/workers"))["workers"]
+        return found
+
+    async def take_off(self, entry: dict[str, Any]) -> None:
+        """Has a router forget one that it `listed`. It does so a little later."""
+        await self._asked("DELETE", f"/workers/{entry['id']}", None, 60.0)
 
     async def held(self, limit_s: float) -> str:
         """The checksum of the tensors in the server's model (see `sglang_inside`)."""

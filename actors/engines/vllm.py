@@ -30,7 +30,6 @@ class VLLMEngine(ServedEngine[Wire]):
     """See `ServedEngine`."""
 
     KIND, SETTING, MARGIN = "vLLM", "vllm", 0
-    NO_ADAPTER = "which it is not sent"
 
     @property
     def capabilities(self) -> Capabilities:
@@ -39,7 +38,7 @@ class VLLMEngine(ServedEngine[Wire]):
         vLLM itself can also pause in place; it is left out, because weights could not change then without a request living on.
         """
         pauses: frozenset[Pause] = frozenset(("retract", "abort"))
-        return Capabilities("vllm", pauses, score=True, adapters=False, repeatable=False)
+        return Capabilities("vllm", pauses, score=True, adapters=True, repeatable=False)
 
     def _connect(self, url: str) -> Wire:
         return Wire(self._name, url)

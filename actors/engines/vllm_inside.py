@@ -5,7 +5,8 @@ names that `vllm_launch.py` gives them; its methods are called over `/collective
 
 Promises:
 - `troupe_load` takes over weights from a safetensors file, by the model's own loader; `troupe_held` answers with the checksum
-  of the tensors that the model then holds, from the model's memory (`landing.py`);
+  of the tensors that the model then holds, from the model's memory (`landing.py`). A LoRA adapter that is sent alone is merged
+  into them;
 - on a CPU weights stay as they were loaded: vLLM would pack them for its kernels, once, and sample from the packed copy ever
   after;
 - logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from troupe_checksum import checksum_of
-from troupe_landing import Landing, held
+from troupe_landing import Weights
 from vllm.model_executor.layers import utils
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -35,14 +36,18 @@ class Inside:
         """Takes over the weights in the file."""
         if self.model_runner.parallel_config.world_size > 1:
             raise ValueError("the weights are spread over several ranks: run one rank a replica")
-        self._troupe_landed: dict[str, torch.Tensor] = {}
-        with Landing(self._troupe_landed) as mode:
-            self.model_runner.get_model().load_weights(mode.passing(load_file(path).items()))
+        self._troupe().load(load_file(path).items())
 
     def troupe_held(self) -> str:
-        """The checksum of what the last `troupe_load` loaded, as the model holds it now."""
-        text: str = held(self.model_runner.get_model(), self._troupe_landed, checksum_of)
+        """The checksum of what `troupe_load` loaded, as the model holds it now."""
+        text: str = self._troupe().checksum()
         return text
+
+    def _troupe(self) -> Any:
+        model = self.model_runner.get_model()
+        if not hasattr(model, "_troupe_weights"):
+            model._troupe_weights = Weights(model, model.load_weights, checksum_of)
+        return model._troupe_weights
 
 
 def _unpacked(layer: torch.nn.Module, remove_weight: bool) -> None:

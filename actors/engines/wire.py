@@ -24,7 +24,7 @@ class ServerWire(ABC):
     """name: of the server, in errors. url: http://host:port. ready: the path that answers 200 once it serves."""
 
     def __init__(self, name: str, url: str, ready: str) -> None:
-        self._name, self._ready = f"{name} ({url})", ready
+        self.url, self._name, self._ready = url, f"{name} ({url})", ready
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
 
@@ -48,13 +48,16 @@ class ServerWire(ABC):
 
     async def call(self, path: str, body: dict[str, Any] | None = None, *, limit_s: float = 60.0) -> dict[str, Any]:
         """POSTs `body`, or GETs. Returns the answer's object, empty if it is none."""
+        return await self._asked("GET" if body is None else "POST", path, body, limit_s)
+
+    async def _asked(self, method: str, path: str, body: dict[str, Any] | None, limit_s: float) -> dict[str, Any]:
         try:
-            answer = await self._http.request("GET" if body is None else "POST", path, json=body, timeout=limit_s)
+            answer = await self._http.request(method, path, json=body, timeout=limit_s)
         except httpx.TimeoutException as error:
             raise TimedOut(f"{self._name} has not answered {path} within {limit_s:g} s") from error
         except httpx.TransportError as error:
             raise ActorLost(f"{self._name} cannot be reached: {type(error).__name__} {error}") from error
-        if answer.status_code != 200:
+        if not answer.is_success:
             raise RemoteError(f"{self._name} refused {path}: {_message(answer.text) or answer.status_code}")
         try:
             found = answer.json()
@@ -64,8 +67,11 @@ class ServerWire(ABC):
 
     async def up(self) -> bool:
         """Whether it serves by now."""
+        return await self._serves(self._ready)
+
+    async def _serves(self, path: str) -> bool:
         try:
-            return (await self._http.get(self._ready, timeout=5.0)).status_code == 200
+            return (await self._http.get(path, timeout=5.0)).status_code == 200
         except httpx.HTTPError:
             return False
 

@@ -15,7 +15,8 @@ from tests.cluster.test_train import await_event, journal, living, start
 pytestmark = [pytest.mark.xdist_group("ray"), *SGLANG.marks, pytest.mark.timeout(1800)]
 
 
-def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path: Path, adapter: bool) -> None:
     run = tmp_path / "run"
     changes = {
         "generator.engine": "sglang",
@@ -23,11 +24,12 @@ def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path
         "generator.sglang_start_s": 580.0,
         "rollout.max_staleness": 0,  # so that the engine's logprobs must be those of the learner
         "eval.tasks": 2,
+        **({"model.lora.rank": 4} if adapter else {}),
     }
     process = start("recipes/frozen_lake.toml", "--run-dir", str(run), "--steps", "3", **changes)
     try:
-        generator = await_event(run, process, event="started", actor="generator-0")["pid"]
-        await_event(run, process, event="announced", version=1)
+        generator = await_event(run, process, event="started", actor="generator-0", limit_s=600)["pid"]
+        await_event(run, process, event="announced", version=1, limit_s=600)
         family = below(generator)
         os.kill(next(pid for pid, command in family.items() if "sglang::scheduler" in command), signal.SIGKILL)
         output, _ = process.communicate(timeout=500)
@@ -40,4 +42,5 @@ def test_a_run_samples_with_sglang_and_survives_the_death_of_its_server(tmp_path
     assert "generator-0 died" in output and "SGLang of generator-0" in output
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(row["lp_gap_max"] for row in metrics) < 1e-3
+    assert all((row["sync_mb"] < 0.5) == adapter for row in metrics)  # what came from the learner
     assert not living([*family, *(row["pid"] for row in journal(run) if row["event"] == "started")])

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from troupe.actors.engines.served import ServedEngine
+from troupe.actors.engines.server import Server, free_port
 from troupe.actors.engines.sglang import SGLangEngine
+from troupe.actors.engines.sglang_wire import Wire
 from troupe.actors.engines.vllm import VLLMEngine
-from troupe.learner.config import ModelConfig
+from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.protocol.errors import TroupeError
 
 ROOT = Path(__file__).parents[3]
@@ -87,6 +89,7 @@ class _Shared(ServedEngine[Any]):
         **limits: Any,
     ) -> None:
         self._load_model = load_model
+        self._base: tempfile.TemporaryDirectory[str] | None = None
         super().__init__(ModelConfig(path=""), url="http://later", max_cached_tokens=max_cached_tokens, **limits)
 
     async def start(self) -> None:
@@ -95,8 +98,12 @@ class _Shared(ServedEngine[Any]):
         except TroupeError as error:
             self._dead = error
             raise
-        dtype = str(model.dtype).removeprefix("torch.")
-        key = (self.KIND, model.config.model_type, dtype, self._max_cached)
+        lora, dtype = None, str(model.dtype).removeprefix("torch.")
+        if hasattr(model, "peft_config"):
+            adapter = model.peft_config["default"]
+            lora = LoraSettings(rank=adapter.r, alpha=adapter.lora_alpha, targets=sorted(adapter.target_modules))
+            model = model.unload()
+        key = (self.OWNER, model.config.model_type, dtype, self._max_cached)
         if key not in SERVERS or not SERVERS[key].running:
             folder = tempfile.mkdtemp(prefix=f"troupe-test-{self.SETTING}-")
             model.config.architectures = [type(model).__name__]
@@ -106,7 +113,16 @@ class _Shared(ServedEngine[Any]):
             await SERVERS[key].start()
             await SERVERS[key].release()
         self._model, self._url = SERVERS[key]._model, SERVERS[key].url
+        if lora is not None:  # the base is the engine's to send
+            self._base = tempfile.TemporaryDirectory(prefix=f"troupe-test-{self.SETTING}-")
+            model.save_pretrained(self._base.name)
+            self._model = ModelConfig(path=self._base.name, dtype=dtype, lora=lora)
         await super().start()
+
+    async def close(self) -> None:
+        await super().close()
+        if self._base is not None:
+            self._base.cleanup()
 
 
 class _SGLangOwner(_Owner, SGLangEngine):
@@ -115,6 +131,50 @@ class _SGLangOwner(_Owner, SGLangEngine):
 
 class SharedSGLang(_Shared, SGLangEngine):
     OWNER, INSTALLED = _SGLangOwner, SGLANG
+
+
+class Routed:
+    """Two servers behind an sglang-router; see `_Owner`."""
+
+    def __init__(self, model: ModelConfig, **limits: Any) -> None:
+        self._model = model
+        self.owners = [_SGLangOwner(model, **limits) for _ in range(2)]
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self._router: Server | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._router is not None and self._router.alive and all(owner.running for owner in self.owners)
+
+    async def start(self) -> None:
+        for owner in self.owners:
+            await owner.start()
+        command = [SGLANG.python, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--policy", "cache_aware"]
+        command += ["--port", self.url.rpartition(":")[2], "--prometheus-port", str(free_port())]
+        command += ["--health-check-endpoint", "/model_info", "--worker-urls", *(owner.url for owner in self.owners)]
+        self._router = Server("the router", command, Path(self._model.path) / "router.log", {"HF_HUB_OFFLINE": "1"})
+        await self._router.start(self._knows_all, START_S)
+
+    async def _knows_all(self) -> bool:
+        wire = Wire("the router", self.url)
+        try:
+            return await wire.up() and len(await wire.listed()) == 2
+        finally:
+            await wire.close()
+
+    async def release(self) -> None:
+        for owner in self.owners:
+            await owner.release()
+
+    async def end(self) -> None:
+        if self._router is not None:
+            await self._router.stop()
+        for owner in self.owners:
+            await owner.end()
+
+
+class SharedRouted(_Shared, SGLangEngine):
+    OWNER, INSTALLED = Routed, SGLANG
 
 
 class _VLLMOwner(_Owner, VLLMEngine):

@@ -75,16 +75,23 @@ def llama_with_lora(seed: int) -> torch.nn.Module:
     return model.eval()
 
 
-MODELS: dict[str, Callable[[int], torch.nn.Module]] = {"llama": llama, "qwen3": qwen3, "llama_with_lora": llama_with_lora}
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model in another dtype; adapters stay in float32 over any base, as the learner has them."""
+    model.to(dtype)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.float()
+    return model
 
+
+MODELS: dict[str, Callable[[int], torch.nn.Module]] = {"llama": llama, "qwen3": qwen3, "llama_with_lora": llama_with_lora}
 
 _SERVED_ELSEWHERE = {
     "sglang": {
-        "llama_with_lora": "SGLang takes whole weights only",
         "top_k_and_top_p": "SGLang means another distribution by both together; test_sglang.py: they are refused",
         "test_weights_that_diverged_are_an_error_not_a_token": "it ends the server, which others share; see test_sglang.py",
     },
-    "vllm": {"llama_with_lora": "the engine sends vLLM whole weights only"},
+    "vllm": {},
 }
 
 
@@ -92,8 +99,7 @@ def _elsewhere(engine: str, node: Any) -> str:
     """Why this promise is not checked here for an engine in another process."""
     params = node.callspec.params
     both = {"top_k", "top_p"} <= set(params.get("sampling", ()))
-    lora = params.get("build") is llama_with_lora
-    what = "llama_with_lora" if lora else "top_k_and_top_p" if both else node.originalname
+    what = "top_k_and_top_p" if both else node.originalname
     return _SERVED_ELSEWHERE[engine].get(what, "")
 
 
@@ -166,6 +172,10 @@ class Running:
     def sampled(self) -> int:
         """Tokens that have come."""
         return len(self.versions)
+
+    @property
+    def over(self) -> bool:
+        return self._task.done()
 
     async def has(self, n: int, version: int | None = None) -> None:
         """Returns when `n` tokens (of that version) have come, or the end."""

@@ -145,6 +145,34 @@ async def test_nothing_is_sampled_in_a_pause_and_what_comes_meanwhile_waits(kind
         assert_true(kind, model, prompts[0], got)
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_in_a_pause_a_request_can_be_aborted_and_weights_can_change(kind: Kind, mode: Pause) -> None:
+    old, new = llama(1), llama(2)
+    prompt = random_ids(np.random.default_rng(15), 12)
+    async with started(kind, old) as engine:
+        must(engine, mode in engine.capabilities.pauses, f"pause in mode '{mode}'")
+        going, left = (Running(engine, request(prompt, name=name, max_tokens=4000)) for name in ("going", "left"))
+        for one in going, left:
+            await one.has(3)
+        await engine.pause(mode)
+        late = asyncio.ensure_future(engine.generate(request(prompt, name="late", max_tokens=5)))
+        await engine.check()
+        await engine.abort("left")
+        cut = await left.end()
+        assert cut.finish == "abort" and 3 <= len(cut.tokens) < 4000
+        assert_true(kind, old, prompt, cut)
+        await engine.load_weights(2, tensors_of(new))
+        await asyncio.sleep(0.5)
+        assert going.versions.count(2) == 0 and not going.over and not late.done()
+        await engine.resume()
+        await going.has(5, version=2)
+        await engine.abort("going")
+        assert set((await going.end()).versions.tolist()) == {1, 2}
+        got = await late
+        assert got.versions.tolist() == [2] * 5
+        assert_true(kind, new, prompt, got)
+
+
 async def test_going_on_without_a_pause_does_nothing_and_pausing_twice_is_one_pause(kind: Kind) -> None:
     async with started(kind, llama(1)) as engine:
         must(engine, "in_place" in engine.capabilities.pauses, "pause in mode 'in_place'")

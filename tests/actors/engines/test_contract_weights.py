@@ -12,6 +12,7 @@ from tests.actors.engines.suite import (
     Kind,
     Running,
     assert_true,
+    cast,
     llama,
     llama_with_lora,
     logits_across,
@@ -29,18 +30,22 @@ from troupe.protocol.errors import CheckpointError, RemoteError
 from troupe.protocol.messages import Generated
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("build", "dtype"),
+    [(llama, torch.float32), (llama, torch.bfloat16), (llama_with_lora, torch.float32)],
+    ids=["float32", "bfloat16", "lora"],
+)
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_weights_that_change_under_64_requests_part_their_tokens_exactly(
-    kind: Kind, mode: Pause, dtype: torch.dtype
+    kind: Kind, mode: Pause, build: Any, dtype: torch.dtype
 ) -> None:
     """Each token is scored against both weights: it is its own version's to the last digit, and not the other's."""
-    models = {1: llama(1).to(dtype), 2: llama(2).to(dtype)}
+    models = {version: cast(build(version), dtype) for version in (1, 2)}
     rng = np.random.default_rng(14)
     shared = random_ids(rng, 40)
     prompts = [np.concatenate([shared[: 40 * (i % 2)], random_ids(rng, 5 + i % 7)]) for i in range(64)]
 
-    async with started(kind, models[1], lambda seed: llama(seed).to(dtype)) as engine:
+    async with started(kind, models[1], lambda seed: cast(build(seed), dtype)) as engine:
         must(engine, mode in engine.capabilities.pauses, f"pause in mode '{mode}'")
         running = [Running(engine, request(p, name=str(i), seed=i, max_tokens=900)) for i, p in enumerate(prompts)]
         for i, one in enumerate(running):
@@ -125,10 +130,10 @@ async def test_a_turn_that_saw_two_versions_leaves_nothing_to_the_next(kind: Kin
 @pytest.mark.parametrize("build", [llama, llama_with_lora])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_checksum_is_of_what_the_engine_holds(kind: Kind, build: Any, dtype: torch.dtype) -> None:
-    model = build(1).to(dtype)
+    model = cast(build(1), dtype)
 
     async def go() -> None:
-        async with started(kind, build=lambda seed: build(seed).to(dtype)) as engine:
+        async with started(kind, build=lambda seed: cast(build(seed), dtype)) as engine:
             shared = {name: array.copy() for name, array in tensors_of(model).items()}
             for array in shared.values():
                 array.flags.writeable = False  # as from shared memory

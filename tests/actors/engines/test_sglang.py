@@ -15,7 +15,18 @@ import pytest
 import torch
 
 from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
-from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
+from tests.actors.engines.suite import (
+    CONTEXT,
+    ENGINES,
+    assert_true,
+    llama,
+    llama_with_lora,
+    logits_of,
+    random_ids,
+    request,
+    sampled,
+    started,
+)
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
@@ -125,6 +136,29 @@ async def test_the_checksum_is_of_the_memory_of_the_server_and_changes_with_a_si
 
 
 @real
+@pytest.mark.parametrize("transport", ["tensors", "disk"])
+async def test_an_adapter_is_proved_over_its_base_from_the_memory_of_the_server(transport: str) -> None:
+    model, other = llama_with_lora(1), llama_with_lora(2)
+    sent = checksum_of(tensors_of(model))
+    engine = SharedSGLang(lambda: llama_with_lora(0), transport=transport)
+    await engine.start()
+    try:
+        assert await engine.load_weights(1, tensors_of(model)) == sent
+        assert engine._wire is not None
+        proof = await engine._wire.held(60)
+        assert proof.startswith(f"{sent} over ")
+        await engine._wire.call("/weights_checker", {"action": "reset_tensors"})  # behind the engine's back
+        with pytest.raises(RemoteError, match="is not its base with the adapter"):
+            await engine._wire.held(60)
+        with pytest.raises(RemoteError, match=f"an adapter over the base .*; it is {proof.rpartition(' ')[2]}"):
+            await engine.load_weights(2, tensors_of(other))
+        with pytest.raises(RemoteError, match="over the base"):
+            await engine.generate(request([1, 2]))
+    finally:
+        await engine.close()
+
+
+@real
 async def test_what_the_cache_holds_of_old_weights_is_used_by_no_later_request() -> None:
     old, new = llama(1), llama(2)
     prompt = random_ids(np.random.default_rng(1), 200)
@@ -169,41 +203,6 @@ async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the
         assert versions[:5] == [1] * 5 and versions[-1] == 2 and versions == sorted(versions)
         assert_true(KIND, new, prompt, await engine.generate(request(prompt, max_tokens=4)))
         assert engine.stats()["load"] == 0
-
-
-@real
-async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -> None:
-    model = llama(1)
-    prompt = random_ids(np.random.default_rng(3), 12)
-    async with started(KIND, model) as engine:
-        for mode in ("in_place", "retract"):
-            going = asyncio.ensure_future(engine.generate(request(prompt, name="a", max_tokens=300)))
-            left = asyncio.ensure_future(engine.generate(request(prompt, name="b", max_tokens=4000)))
-            await sampled(engine, 301)  # more than "a" will say: "b" has spoken, too
-            await engine.pause(mode)
-            late = asyncio.ensure_future(engine.generate(request(prompt, name="c", max_tokens=5)))
-            await asyncio.sleep(0.3)  # what the server had said before is read
-            before = engine.stats()["tokens"]
-            await engine.check()
-            await asyncio.sleep(0.5)
-            assert engine.stats()["tokens"] == before and not going.done() and not late.done()
-            await engine.abort("b")
-            cut = await _soon(left)
-            assert cut.finish == "abort" and 0 < len(cut.tokens) < 4000
-            assert_true(KIND, model, prompt, cut)
-            await engine.resume()
-            for got in (await _soon(going), await _soon(late)):
-                assert got.finish == "length"
-                assert_true(KIND, model, prompt, got)
-        going = asyncio.ensure_future(engine.generate(request(prompt, max_tokens=4000)))
-        await sampled(engine, 10)
-        await engine.pause("abort")
-        cut = await _soon(going)
-        assert cut.finish == "abort" and len(cut.tokens) >= 8
-        assert_true(KIND, model, prompt, cut)
-        await engine.resume()
-        await engine.resume()
-        assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
 
 
 @real
@@ -373,8 +372,10 @@ async def test_a_start_that_takes_too_long_names_its_limit_and_leaves_nothing(tm
 
 async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     model = _folder(tmp_path / "m")
+    tied = model.model_copy(update={"lora": LoraSettings(targets=["lm_head"])})
     cases: list[tuple[SGLangEngine, type[TroupeError], str]] = [
         (SGLangEngine(ModelConfig(path="nowhere")), ConfigError, "'nowhere' does not exist"),
+        (SGLangEngine(tied), ConfigError, "'lm_head' cannot be merged"),
         (SGLangEngine(model, python="/no/such/python"), ConfigError, "/no/such/python: No such file"),
         (SGLangEngine(model, url=f"http://127.0.0.1:{free_port()}", start_s=0.3), TimedOut, r"sglang_url .* for 0\.3 s"),
     ]
@@ -384,15 +385,9 @@ async def test_what_cannot_start_says_why(tmp_path: Path) -> None:
         await engine.close()
 
 
-def test_an_adapter_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora"):
-        SGLangEngine(ModelConfig(path="x", lora=LoraSettings()))
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"model": {"lora": {}}}, "leave model.lora out"),
         ({"rollout": {"top_k": 20, "top_p": 0.9}}, "top_k or top_p, not both"),
         ({"generator": {"engine": "sglang", "sglang_url": "http://h:1", "replicas": 2}}, "2 replicas need one each"),
     ],
