@@ -11,6 +11,7 @@ for later versions. Nobody is sent what he did not ask for. Promises:
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import uuid
@@ -59,12 +60,13 @@ class Collective:
         )
 
     def close(self) -> None:
-        """Sends nobody anything any more."""
+        """Sends nobody anything any more. Closing again does nothing."""
         self._closed = True
         for line in list(self._lines):
             line.close()
         if self._door is not None:
-            self._door.shutdown(SHUT_RDWR)  # which wakes whoever waits at it
+            with contextlib.suppress(OSError):
+                self._door.shutdown(SHUT_RDWR)  # which wakes whoever waits at it
             self._door.close()
 
     def _open(self) -> None:
@@ -92,28 +94,28 @@ class Collective:
 
     def _serve(self, line: Line) -> None:
         """One replica, until it leaves."""
-        name, pair = "", None
+        doing, pair = "", None
         self._lines.add(line)
         try:
             told = line.hear(CONNECT_S)
             if told.get("token") != self._token:
                 return
-            name = str(told["name"])
-            pair = self._enter(str(told["group"]), name)
+            doing = "entering a group"
+            pair = self._enter(str(told["group"]), str(told["name"]))
             while True:
+                doing = ""
                 version = line.hear(None).get("version")
                 newest, tensors = self._newest
                 if version != newest:
                     line.say({"gone": f"it is at version {newest}"})
                     continue
                 line.say({"sending": version})
-                name = f"{told['name']}, which took version {version},"
+                doing = f"sending version {version}"
                 pair.broadcast(_outgoing(tensors, self._backend), line.gone)
                 line.say({"sent": version})
-                name = ""
         except TroupeError as error:
-            if name and not self._closed:
-                print(f"weights did not get to a replica: {error}", file=sys.stderr, flush=True)
+            if doing and not self._closed:
+                print(f"weights did not get to a replica, while {doing}: {error}", file=sys.stderr, flush=True)
         finally:
             self._lines.discard(line)
             line.close()

@@ -212,7 +212,7 @@ class GeneratorSettings(_Section):
 
     transfer: Literal["object_store", "disk", "gloo", "nccl"] = Field(
         "object_store",
-        description="how new weights come from the learner: object_store, disk, or straight into each replica's process by gloo, "
+        description="how new weights come from the learner: object_store, disk, straight into each replica's process by gloo, "
         "or from GPU to GPU by nccl (see docs/weights.md)",
     )
 
