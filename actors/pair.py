@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from troupe.actors.line import own_address
 from troupe.protocol.errors import ActorLost, ConfigError, TimedOut
 
 SENDER, RECEIVER = 0, 1
@@ -125,7 +126,12 @@ class Pair:
 
 
 def _gloo(place: Any, rank: int, limit_s: float) -> Any:
-    return dist.ProcessGroupGloo(place, rank, 2, timedelta(seconds=limit_s))
+    gloo = dist.ProcessGroupGloo
+    interface, options = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], gloo._Options()
+    # By itself it takes the address of the machine's name, which on many machines is 127.0.1.1.
+    device = gloo.create_device(interface=interface) if interface else gloo.create_device(hostname=own_address())
+    options._devices, options._timeout = [device], timedelta(seconds=limit_s)
+    return gloo(place, rank, 2, options)
 
 
 def _nccl(place: Any, rank: int, limit_s: float) -> Any:

@@ -363,7 +363,7 @@ class ServedEngine(ABC, Generic[W]):
                 if isinstance(tensors, Offer):
                     held = await self._pull(wire, tensors)
                 else:
-                    named = [(name, weights.to_torch(array, own[name].dtype)) for name, array in tensors.items()]
+                    named = [(name, weights.to_torch(array, own[name].dtype).cpu()) for name, array in tensors.items()]
                     held = await self._change(wire, version, named)
             except NotReady:
                 self._flights.held_back = self._paused is not None

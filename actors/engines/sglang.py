@@ -59,9 +59,8 @@ class SGLangEngine(ServedEngine[Wire]):
     def capabilities(self) -> Capabilities:
         """Seeds are obeyed; in other company a logit may round otherwise, so tokens are not repeatable without fail."""
         pauses: frozenset[Pause] = frozenset(("in_place", "retract", "abort"))
-        return Capabilities(
-            "sglang", pauses, score=True, adapters=False, repeatable=False, pulls=self._transport == "distributed"
-        )
+        pulls = self._transport == "distributed" and self._model.lora is None
+        return Capabilities("sglang", pauses, score=True, adapters=False, repeatable=False, pulls=pulls)
 
     def _connect(self, url: str) -> Wire:
         return Wire(self._name, url)
