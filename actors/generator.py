@@ -26,9 +26,11 @@ from dataclasses import replace
 from typing import Literal
 
 from troupe.actors import transfer
+from troupe.actors.collective import Receiver
 from troupe.actors.context import Context, within
 from troupe.actors.engines.base import Engine
-from troupe.actors.transfer import Arrays
+from troupe.actors.line import Offer
+from troupe.actors.transfer import Fetched
 from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, RemoteError, TimedOut
 from troupe.protocol.messages import (
     Abort,
@@ -66,6 +68,7 @@ class Generator:
         self._engine = make_engine(context.name)
         self._in_flight, self._finish_s = in_flight, finish_s
         self._loading = asyncio.Lock()
+        self._receiver = Receiver(context.name)
         self._proved = -1
         """Newest version that it has proved; -1: none, or it failed to."""
         self._flying: Counter[str] = Counter()
@@ -123,7 +126,7 @@ class Generator:
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
             with self._log.of("load weights", track="weights", version=message.version):
-                tensors = await transfer.fetch(self._context.blobs, message)
+                tensors = await self._fetch(message)
                 held = await self._take(message.version, tensors)
             self._proved = message.version if held == message.checksum else -1
         if held != message.checksum:
@@ -176,7 +179,14 @@ class Generator:
                 f"{name} holds version {self._engine.version} and '{message.request}' takes none before {message.min_version}"
             )
 
-    async def _take(self, version: int, tensors: Arrays) -> str:
+    async def _fetch(self, message: Weights) -> Fetched | Offer:
+        """The tensors, or for an engine that fetches them itself where they are to be had."""
+        found = await self._context.blobs.get(message.tensors)
+        if isinstance(found, Offer) and self._engine.capabilities.pulls:
+            return found
+        return await transfer.opened(found, self._receiver)
+
+    async def _take(self, version: int, tensors: Fetched | Offer) -> str:
         """Lets the engine load, once the turns in flight are out of the way; returns its checksum."""
         try:
             if version > self._engine.version and self._in_flight != "update":

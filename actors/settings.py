@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
@@ -200,7 +200,9 @@ class GeneratorSettings(_Section):
         "retract",
         description="when weights change, requests in flight: are fed again to the new ones, or keep what the old computed",
     )
-    sglang_weights: Literal["tensors", "disk"] = Field("tensors", description="how weights get to the server")
+    sglang_weights: Literal["tensors", "disk", "distributed"] = Field(
+        "tensors", description="how weights get to the server; distributed: from the learner itself, by `transfer`"
+    )
     sglang_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a server may take to start")
     sglang_args: list[str] = Field(default_factory=list, description="further flags of the server")
     vllm_python: str = Field("", description="interpreter in which vLLM is installed; empty: the one that runs Troupe")
@@ -208,19 +210,24 @@ class GeneratorSettings(_Section):
     vllm_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a vLLM server may take to start")
     vllm_args: list[str] = Field(default_factory=list, description="further flags of the vLLM server")
 
-    transfer: Literal["object_store", "disk", "nccl"] = Field(
-        "object_store", description="how new weights come from the learner: object_store, or disk (see docs/weights.md)"
+    transfer: Literal["object_store", "disk", "gloo", "nccl"] = Field(
+        "object_store",
+        description="how new weights come from the learner: object_store, disk, straight into each replica's process by gloo, "
+        "or from GPU to GPU by nccl (see docs/weights.md)",
     )
 
-    @field_validator("transfer")
-    @classmethod
-    def _can_be_had(cls, transfer: str) -> str:
-        if transfer == "nccl":
+    @model_validator(mode="after")
+    def _straight(self) -> Self:
+        inside = self.engine == "sglang" and self.sglang_weights == "distributed"
+        if inside and self.transfer not in ("gloo", "nccl"):
             raise ValueError(
-                "'nccl', from GPU to GPU, needs learner and generators on CUDA GPUs of their own and a way that this version "
-                "does not have: choose 'object_store'"
+                "sglang_weights = 'distributed' has the learner send into the server's own process: set transfer = 'gloo' (or "
+                "'nccl', on GPUs), or sglang_weights = 'tensors'"
             )
-        return transfer
+        if self.transfer == "nccl" and not (self.engine == "local" or inside):
+            fix = "sglang_weights = 'distributed'" if self.engine == "sglang" else "transfer = 'gloo'"
+            raise ValueError(f"transfer = 'nccl' cannot reach into the {self.engine} server's process like this: set {fix}")
+        return self
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:
@@ -269,6 +276,14 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _can_be_sampled(self) -> Self:
         engine = self.generator.engine
+        if self.generator.transfer == "nccl":
+            devices = {"learner.device": self.learner.device, "generator.device": self.generator.device}
+            for name, device in devices.items():
+                if not device.startswith("cuda"):
+                    raise ValueError(
+                        f"generator.transfer = 'nccl' goes from GPU to GPU, and {name} = '{device}': set it to 'cuda', with a "
+                        "GPU for the learner and one for each replica, or set generator.transfer = 'gloo'"
+                    )
         coldest = min(t for t in (self.rollout.temperature, self.eval.temperature) if t)
         if engine == "vllm" and coldest < 0.01:
             raise ValueError(f"generator.engine = 'vllm' does not obey a temperature of {coldest}: make it 0.01 or more")

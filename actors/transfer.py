@@ -1,12 +1,13 @@
 """How weights get from the learner to the generators.
 
-Owns the two ways, and `RUN/weights/` for one of them, which the launcher removes in the end. Promises:
+Owns the ways, and `RUN/weights/` for one of them, which the launcher removes in the end. Promises:
 - what arrives are the learner's arrays to the byte (bfloat16 as int16 of the same bits), and only what it publishes: with LoRA
   the adapter alone;
 - copying, writing and summing go on beside other work, on threads;
 - a message carries a handle, never the weights; who receives them need not know which way they came.
 
-A way of one's own is a class with `send` and a line in `WAYS`; what `send` returns must open in `fetch`.
+A way of one's own is a class with `send` and a line in `WAYS`; what `send` returns must open in `fetch`. Those that go
+straight from process to process are in `collective.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,23 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from troupe.actors.collective import Collective, Receiver
 from troupe.actors.context import Blobs
+from troupe.actors.line import Offer
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, CheckpointError
 from troupe.protocol.messages import Blob, Weights
 
+if TYPE_CHECKING:
+    import torch
+
 Arrays = Mapping[str, np.ndarray[Any, Any]]
+Fetched = Mapping[str, "np.ndarray[Any, Any] | torch.Tensor"]
+"""Arrays, perhaps in shared memory: do not write to them. Or torch tensors, which belong to whoever fetched them."""
 
 
 class Way(Protocol):
@@ -68,7 +76,12 @@ class Disk:
         return self._blobs.put(str(path))
 
 
-WAYS: dict[str, Callable[[Blobs, str], Way]] = {"object_store": ObjectStore, "disk": Disk}
+WAYS: dict[str, Callable[[Blobs, str], Way]] = {
+    "object_store": ObjectStore,
+    "disk": Disk,
+    "gloo": lambda blobs, folder: Collective("gloo", blobs),
+    "nccl": lambda blobs, folder: Collective("nccl", blobs),
+}
 
 
 async def pack(blobs: Blobs, way: Way, version: int, tensors: Arrays) -> Weights:
@@ -81,11 +94,23 @@ async def pack(blobs: Blobs, way: Way, version: int, tensors: Arrays) -> Weights
     return Weights(version, checksum, blob, size, time.monotonic() - began)
 
 
-async def fetch(blobs: Blobs, weights: Weights) -> Arrays:
-    """The tensors, perhaps in shared memory: do not write to them. Raises ActorLost if they are gone, as they may be after
-    the learner has died, and CheckpointError for a file that cannot be read."""
-    found = await blobs.get(weights.tensors)
-    return await asyncio.to_thread(_read, found) if isinstance(found, str) else found
+async def fetch(blobs: Blobs, weights: Weights) -> Fetched:
+    """The tensors. Raises ActorLost if they are gone, as they may be after the learner has died, CheckpointError for a file
+    that cannot be read, and TimedOut for a learner that does not send on."""
+    receiver = Receiver("somebody")
+    try:
+        return await opened(await blobs.get(weights.tensors), receiver)
+    finally:
+        receiver.close()
+
+
+async def opened(found: Any, receiver: Receiver) -> Fetched:
+    """The same, of what a message's blob holds. receiver: of this process, which keeps it for the next time."""
+    if isinstance(found, str):
+        return await asyncio.to_thread(_read, found)
+    if isinstance(found, Offer):
+        return await asyncio.to_thread(receiver.receive, found)
+    return found  # type: ignore[no-any-return]
 
 
 def _read(path: str) -> Arrays:

@@ -6,7 +6,7 @@ One JSON line a case: {"name", "value", "unit", "compared_with", "context"}. Med
 
 sync_seconds_500mb: 538 MB of float32 from one learner process to two generator processes on real Ray, from the learner's call
 until both have answered with the checksum of what they hold. Beside it the same with a dict of torch tensors through the object
-store and `load_state_dict`, summed likewise, and with files (`generator.transfer = "disk"`).
+store and `load_state_dict`, summed likewise, with files (`generator.transfer = "disk"`), and from process to process ("gloo").
 generation_pause_ms_small, generation_pause_ms_500mb: the embedded engine with 64 requests that sample; the time between the two
 tokens of a request between which the weights change, beside the median time between two tokens, and beside what it takes to
 copy and sum the weights, which a change in place would stand still for. One thread. Memory: below 6 GB.
@@ -96,6 +96,9 @@ class Source:
     async def disk(self, message: Announce) -> Weights:
         return await self._send("disk", message.version)
 
+    async def gloo(self, message: Announce) -> Weights:
+        return await self._send("gloo", message.version)
+
     async def torch_dict(self, message: Announce) -> Weights:
         self._sent = None
         checksum = await asyncio.to_thread(checksum_of, self._tensors)
@@ -137,7 +140,7 @@ async def _sync(config: ModelConfig, folder: Path, rounds: int) -> dict[str, Any
     from troupe.actors.host import RayContext
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    seconds: dict[str, list[float]] = {"object_store": [], "torch_dict": [], "disk": []}
+    seconds: dict[str, list[float]] = {"object_store": [], "torch_dict": [], "disk": [], "gloo": []}
     with ray_session(None, "bench-weights"):
         context = RayContext.launch("bench-weights", seed=0)
         replicas: list[Any] = [context.ref(f"generator-{n}", Replica) for n in range(2)]
@@ -166,6 +169,7 @@ async def _sync(config: ModelConfig, folder: Path, rounds: int) -> dict[str, Any
         "context": {
             "torch_dict_s": median["torch_dict"],
             "disk_s": median["disk"],
+            "gloo_s": median["gloo"],
             **spread,
             "mb": round(size / 1e6),
             "tensors": len(tensors_of(load(config, seed=0))),

@@ -23,6 +23,7 @@ from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.protocol.errors import CheckpointError, ConfigError
 
 Tensors = dict[str, np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any] | torch.Tensor
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 _UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -137,15 +138,16 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     return arrays_of({name: tensor for name, tensor in whole.items() if tensor is not None})
 
 
-def check_fits(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> None:
+def check_fits(model: torch.nn.Module, tensors: Mapping[str, Array]) -> None:
     """Raises CheckpointError naming what is missing, unexpected or mis-shaped. The model may be on the meta device."""
     own = parameters_of(model)
     problems = [f"missing '{name}'" for name in own if name not in tensors]
     problems += [f"unexpected '{name}'" for name in tensors if name not in own]
     for name in own.keys() & tensors.keys():
-        shape, dtype, given = tuple(own[name].shape), _to_numpy(torch.empty(0, dtype=own[name].dtype)).dtype, tensors[name]
-        if given.shape != shape or given.dtype != dtype:
-            shapes = f"{given.dtype}{list(given.shape)} where the model has {dtype}{list(shape)}"
+        shape, dtype, given = own[name].shape, _array_dtype(own[name].dtype), tensors[name]
+        sent = _array_dtype(given.dtype) if isinstance(given, torch.Tensor) else given.dtype
+        if tuple(given.shape) != tuple(shape) or sent != dtype:
+            shapes = f"{sent}{list(given.shape)} where the model has {dtype}{list(shape)}"
             problems.append(f"'{name}' is {shapes}")
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -160,8 +162,9 @@ def load_tensors(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, A
         parameter.copy_(ranks.share(to_torch(tensors[name], parameter.dtype), parameter))
 
 
-def beside(model: torch.nn.Module, tensors: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, torch.Tensor]:
-    """Copies of `tensors` (see `tensors_of`) that can be the model's parameters, on its device, by public name.
+def beside(model: torch.nn.Module, tensors: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Copies of `tensors` (see `tensors_of`) that can be the model's parameters, on its device, by public name; of those that
+    are torch tensors on that device themselves.
 
     The model is not changed, and may be in use. Raises CheckpointError as `load_tensors` does.
     """
@@ -181,10 +184,16 @@ def arrays_of(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: _to_numpy(tensor) for name, tensor in tensors.items()}
 
 
-def to_torch(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """One of `tensors_of` as a tensor of its own, of the parameter's dtype."""
+def to_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """One of `tensors_of` as a tensor of its own, of the parameter's dtype. One that is a tensor is taken as it is."""
+    if isinstance(array, torch.Tensor):
+        return array
     source = torch.from_numpy(np.array(array))  # a copy: shared memory is read-only, which torch warns of
     return source.view(torch.bfloat16) if dtype == torch.bfloat16 else source
+
+
+def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return _to_numpy(torch.empty(0, dtype=dtype)).dtype
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

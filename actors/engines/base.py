@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from troupe.actors.line import Offer
 from troupe.protocol.messages import Generate, Generated
 from troupe.protocol.trajectory import Finish
+
+if TYPE_CHECKING:
+    import torch
 
 Pause = Literal["in_place", "retract", "abort"]
 """What becomes of the requests in flight when an engine pauses.
@@ -39,6 +43,8 @@ class Capabilities:
     """Whether a LoRA adapter can be sent alone: the engine holds it beside its base, or merges the two."""
     repeatable: bool
     """Whether the same request, seed and weights draw the same tokens in any company."""
+    pulls: bool = False
+    """Whether it takes an `Offer` in the place of tensors, and has them sent to where it holds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +98,9 @@ class Engine(Protocol):
     async def end_session(self, session: str) -> None:
         """Drop what was kept for the session between turns."""
 
-    async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
-        """Take over `tensors` (see `learner.model.tensors_of`) as `version`; returns the checksum of what is held."""
+    async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor] | Offer) -> str:
+        """Take over `tensors` (see `learner.model.tensors_of`) as `version`; returns the checksum of what is held. Arrays may
+        not be written to, torch tensors become the engine's own."""
 
     async def check(self) -> None:
         """Raises ActorLost or RemoteError if the engine cannot work any more."""

@@ -29,6 +29,7 @@ import torch
 from troupe.actors.engines import admission, sampling, stepping
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.scoring import Scoring
+from troupe.actors.line import Offer
 from troupe.learner.model import arrays_of, beside
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TroupeError
@@ -172,14 +173,15 @@ class LocalEngine:
         self._check_alive()
         self._stepper.tell(self._stepper.resume)
 
-    async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor] | Offer) -> str:
         """Takes over `tensors` as `version` between two steps; returns the checksum of what the model then holds.
 
-        They are copied and summed beside the sampling; what is between the two steps is only that the copies become the model's
-        parameters. Until then both are in memory. Raises CheckpointError if they are of another model; the old weights then
-        stay in use.
+        They are copied, if they are arrays, and summed beside the sampling; what is between the two steps is only that they
+        become the model's parameters. Until then both are in memory. Raises CheckpointError if they are of another model; the
+        old weights then stay in use.
         """
         self._check_alive()
+        assert not isinstance(tensors, Offer), "it does not pull"
 
         def copy() -> tuple[dict[str, torch.Tensor], str]:
             copies = beside(self._stepper.model, tensors)

@@ -27,6 +27,7 @@ from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.flights import Flights
 from troupe.actors.engines.server import Server, free_port
 from troupe.actors.engines.wire import ServerWire
+from troupe.actors.line import Offer
 from troupe.learner import model as weights
 from troupe.learner.config import ModelConfig
 from troupe.protocol.checksum import checksum_of
@@ -134,6 +135,10 @@ class ServedEngine(ABC, Generic[W]):
     @abstractmethod
     async def _change(self, wire: W, version: int, named: list[tuple[str, torch.Tensor]]) -> str:
         """Between `_halt` and `_go_on`, if no pause was asked for: new weights; the checksum of what the model then holds."""
+
+    async def _pull(self, wire: W, offer: Offer) -> str:
+        """As `_change`, of weights that the learner sends into the server itself. NotReady: it did not, and nothing changed."""
+        raise ConfigError(f"{self._name} cannot fetch weights itself")
 
     async def _look(self, wire: W) -> None:
         """Raises if the server does not answer."""
@@ -341,27 +346,25 @@ class ServedEngine(ABC, Generic[W]):
                 self._paused, self._flights.held_back = None, False
                 self._flights.admit()
 
-    async def load_weights(self, version: int, tensors: Mapping[str, np.ndarray[Any, Any]]) -> str:
+    async def load_weights(self, version: int, tensors: Mapping[str, weights.Array] | Offer) -> str:
         """Takes over `tensors` as `version` between two tokens; returns the checksum of what the server's model then holds.
 
-        Raises CheckpointError if they are of another model; the old weights then stay in use. Any other failure leaves the
-        server with neither, and the engine dies of it.
+        Raises CheckpointError if they are of another model, and NotReady if the learner of an offer is gone; the old weights
+        then stay in use. Any other failure leaves the server with neither, and the engine dies of it.
         """
         self._alive()
-        weights.check_fits(self._outline, tensors)
-        own = weights.parameters_of(self._outline)
+        weights.check_fits(self._outline, tensors.outline() if isinstance(tensors, Offer) else tensors)
         async with self._changing:
             wire = self._alive()
             self._flights.held_back = True
             try:
-                named = [(name, weights.to_torch(array, own[name].dtype)) for name, array in tensors.items()]
-                if self._model.lora is not None:
-                    await self._send_base(wire, version)
-                    scale = self._model.lora.alpha / self._model.lora.rank
-                    named.append((landing.SCALE, torch.tensor([scale], dtype=torch.float64)))
-                held, _, base = (await self._change(wire, version, named)).partition(landing.OVER)
-                if base != self._base_sum:
-                    raise RemoteError(f"{self._name} holds an adapter over the base {base or 'none'}; it is {self._base_sum}")
+                held = (
+                    await self._pull(wire, tensors) if isinstance(tensors, Offer) else await self._send(wire, version, tensors)
+                )
+            except NotReady:
+                self._flights.held_back = self._paused is not None
+                self._flights.admit()
+                raise
             except TroupeError as error:
                 self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
                 raise self._death() from error
@@ -369,6 +372,18 @@ class ServedEngine(ABC, Generic[W]):
             self._flights.held_back = self._paused is not None
             self._flights.admit()
             return held
+
+    async def _send(self, wire: W, version: int, tensors: Mapping[str, weights.Array]) -> str:
+        own = weights.parameters_of(self._outline)
+        named = [(name, weights.to_torch(array, own[name].dtype).cpu()) for name, array in tensors.items()]
+        if self._model.lora is not None:
+            await self._send_base(wire, version)
+            scale = self._model.lora.alpha / self._model.lora.rank
+            named.append((landing.SCALE, torch.tensor([scale], dtype=torch.float64)))
+        held, _, base = (await self._change(wire, version, named)).partition(landing.OVER)
+        if base != self._base_sum:
+            raise RemoteError(f"{self._name} holds an adapter over the base {base or 'none'}; it is {self._base_sum}")
+        return held
 
     async def _send_base(self, wire: W, version: int) -> None:
         """What adapters are merged into. Once; nothing is sampled from it."""

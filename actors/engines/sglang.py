@@ -26,9 +26,11 @@ import torch
 from troupe.actors.engines import sglang_launch, sglang_routed
 from troupe.actors.engines.base import Capabilities, Pause
 from troupe.actors.engines.served import CALL_S, LOAD_S, ServedEngine
+from troupe.actors.engines.sglang_group import Group
 from troupe.actors.engines.sglang_wire import Wire, request_body
+from troupe.actors.line import Offer
 from troupe.learner.config import ModelConfig
-from troupe.protocol.errors import RemoteError, TroupeError
+from troupe.protocol.errors import ConfigError, NotReady, RemoteError, TroupeError
 from troupe.protocol.messages import Generate
 
 
@@ -36,7 +38,7 @@ class SGLangEngine(ServedEngine[Wire]):
     """See `ServedEngine`.
 
     on_update: what becomes of requests in flight when weights change. transport: how weights get there; `disk`: as a file in a
-    temporary folder that both see.
+    temporary folder that both see; `distributed`: from the learner's process into the server's own, if they come as an `Offer`.
     """
 
     KIND, SETTING, MARGIN = "SGLang", "sglang", sglang_launch.MARGIN
@@ -46,17 +48,19 @@ class SGLangEngine(ServedEngine[Wire]):
         model: ModelConfig,
         *,
         on_update: Literal["retract", "in_place"] = "retract",
-        transport: Literal["tensors", "disk"] = "tensors",
+        transport: Literal["tensors", "disk", "distributed"] = "tensors",
         **common: Any,
     ) -> None:
         super().__init__(model, **common)
         self._on_update, self._transport = on_update, transport
+        self._group = Group(self._name)
 
     @property
     def capabilities(self) -> Capabilities:
         """Seeds are obeyed; in other company a logit may round otherwise, so tokens are not repeatable without fail."""
         pauses: frozenset[Pause] = frozenset(("in_place", "retract", "abort"))
-        return Capabilities("sglang", pauses, score=True, adapters=True, repeatable=False)
+        pulls = self._transport == "distributed" and self._model.lora is None
+        return Capabilities("sglang", pauses, score=True, adapters=True, repeatable=False, pulls=pulls)
 
     def _connect(self, url: str) -> Wire:
         return Wire(self._name, url)
@@ -77,6 +81,11 @@ class SGLangEngine(ServedEngine[Wire]):
 
     async def _greet(self, wire: Wire) -> None:
         self._wire = wire = await sglang_routed.found(self._name, wire)
+        if self._transport == "distributed" and len(wire.servers) > 1:
+            raise ConfigError(
+                f"{self._name}: the learner sends into one server, and behind {self._url} are {len(wire.servers)}: set "
+                "generator.sglang_weights = 'tensors' or 'disk'"
+            )
         for server in wire.servers:
             info = await server.call("/server_info")
             context = info.get("context_length") or self._context + self.MARGIN
@@ -120,7 +129,7 @@ class SGLangEngine(ServedEngine[Wire]):
         if self._paused is None:
             await self._halt(wire, self._on_update)
         flush = (self._paused or self._on_update) == "retract"  # else it might be refused; the salt does without
-        if self._transport == "tensors":
+        if self._transport != "disk":
             await wire.send_tensors(version, named, flush, LOAD_S)
         else:
             from safetensors.torch import save_file
@@ -134,3 +143,23 @@ class SGLangEngine(ServedEngine[Wire]):
         if self._paused is None:
             await self._go_on(wire)
         return held
+
+    async def _pull(self, wire: Wire, offer: Offer) -> str:
+        await self._group.enter(wire, offer)
+        if self._paused is None:
+            await self._halt(wire, self._on_update)
+        try:
+            await self._group.begin(offer)
+        except NotReady:
+            if self._paused is None:
+                await self._go_on(wire)
+            raise
+        await self._group.take(wire, offer, (self._paused or self._on_update) == "retract", LOAD_S)
+        held = await wire.held(LOAD_S)
+        if self._paused is None:
+            await self._go_on(wire)
+        return held
+
+    async def _end_server(self) -> None:
+        self._group.close()
+        await super()._end_server()

@@ -57,7 +57,7 @@ _landing = _file("landing", _HERE / "landing.py")
 
 
 def _watched(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the two ways in which weights are changed: whatever loads into the model is seen doing it."""
+    """Around the ways in which weights are changed: whatever loads into the model is seen doing it."""
     model = self.get_model()
     if "load_weights" not in vars(model):
         model._troupe_weights = _landing.Weights(model, model.load_weights, _checksum.checksum_of)
@@ -153,6 +153,7 @@ _UPDATER = _SRT + "model_executor.model_runner_components.weight_updater.WeightU
 _HOOKS = [
     (_UPDATER + "update_weights_from_tensor", _watched, HookType.AROUND),
     (_UPDATER + "update_weights_from_disk", _watched, HookType.AROUND),
+    (_UPDATER + "load_weights_from_distributed", _watched, HookType.AROUND),
     (_SRT + "utils.weight_checker.WeightChecker.handle", _held, HookType.AROUND),
     (_SRT + "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments", _tell_what_is_left, HookType.AFTER),
     (_SRT + "managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept", _spans, HookType.AFTER),

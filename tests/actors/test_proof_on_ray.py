@@ -31,6 +31,10 @@ def engine_maker(model: ModelConfig, faults: Path) -> Any:
     """Defined in a function, so that it travels to the other process by value."""
 
     def make(name: str) -> Any:
+        from copy import copy
+
+        import torch
+
         from troupe.actors.engines.local import LocalEngine
         from troupe.learner.model import load
 
@@ -38,11 +42,11 @@ def engine_maker(model: ModelConfig, faults: Path) -> Any:
             """Flips one bit of one tensor on its way into the model if there is a file of its name, which it removes."""
 
             async def load_weights(self, version: int, tensors: Any) -> str:
-                held = {key: array.copy() for key, array in tensors.items()}
+                held = {key: copy(array) for key, array in tensors.items()}
                 fault = faults / name
                 if fault.exists():
                     fault.unlink()
-                    held["model.norm.weight"].view("uint8")[0] ^= 1
+                    torch.as_tensor(held["model.norm.weight"]).view(torch.uint8)[0] ^= 1
                 return await super().load_weights(version, held)
 
         return Faulty(partial(load, model, seed=1), generator_name=name)
@@ -50,7 +54,7 @@ def engine_maker(model: ModelConfig, faults: Path) -> Any:
     return make
 
 
-@pytest.mark.parametrize("way", ["object_store", "disk"])
+@pytest.mark.parametrize("way", ["object_store", "disk", "gloo"])
 async def test_a_replica_that_holds_a_wrong_tensor_is_replaced_and_works_only_when_its_replacement_has_proved(
     tmp_path: Path, way: str
 ) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from troupe.actors import transfer
 from troupe.actors.learner import Learner
-from troupe.actors.settings import GeneratorSettings, RunConfig
+from troupe.actors.settings import GeneratorSettings
 from troupe.actors.simulated import Simulation
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
-from troupe.learner.model import load, parameters_of
+from troupe.learner.model import arrays_of, load, parameters_of
 from troupe.learner.tiny import make_tiny
 from troupe.learner.trainer import Trainer
 from troupe.protocol.checksum import checksum_of
@@ -39,10 +39,11 @@ def published(model: ModelConfig, outbox: Path, way: str) -> tuple[Any, Any]:
             trained = await context.ref("learner", Learner).cold_start(ColdStart(Demonstrations([], [], 0.0), 0, 1))
             return trained.weights, await transfer.fetch(context.blobs, trained.weights)
 
-        return simulation.run(main)
+        weights, tensors = simulation.run(main)
+        return weights, arrays_of(tensors) if way == "gloo" else tensors
 
 
-@pytest.mark.parametrize("way", ["object_store", "disk"])
+@pytest.mark.parametrize("way", ["object_store", "disk", "gloo"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_arrives_is_what_was_sent_to_the_byte(tiny: str, tmp_path: Path, way: str, dtype: Any) -> None:
     model = ModelConfig(path=tiny, dtype=dtype)
@@ -54,7 +55,7 @@ def test_what_arrives_is_what_was_sent_to_the_byte(tiny: str, tmp_path: Path, wa
     assert weights.size == sum(p.numel() * p.element_size() for p in own.values())
 
 
-@pytest.mark.parametrize("way", ["object_store", "disk"])
+@pytest.mark.parametrize("way", ["object_store", "disk", "gloo"])
 def test_with_lora_only_the_adapter_travels(tiny: str, tmp_path: Path, way: str) -> None:
     whole, _ = published(ModelConfig(path=tiny), tmp_path, way)
     weights, tensors = published(ModelConfig(path=tiny, lora=LoraSettings(rank=2)), tmp_path, way)
@@ -98,8 +99,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, damage: str) -> Non
             simulation.run(main)
 
 
-def test_every_way_that_can_be_chosen_exists_and_nccl_says_what_it_needs() -> None:
-    for way in transfer.WAYS:
-        assert GeneratorSettings(transfer=way).transfer == way  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"needs learner and generators on CUDA GPUs.*choose 'object_store'"):
-        RunConfig.model_validate({"generator": {"transfer": "nccl"}})
+def test_every_way_that_can_be_chosen_exists() -> None:
+    assert set(transfer.WAYS) == set(get_args(GeneratorSettings.model_fields["transfer"].annotation))

@@ -24,10 +24,11 @@ from tests.cluster.test_train import ENVIRONMENT, ROOT, await_event, journal, te
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_no_request_is_lost_when_generators_are_added_taken_away_and_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["disk", "gloo"])
+def test_no_request_is_lost_when_generators_are_added_taken_away_and_killed(tmp_path: Path, way: str) -> None:
     recipe, world, run = tmp_path / "elastic.toml", tmp_path / "sleepy.py", tmp_path / "run"
     text = kills.RECIPE.replace("sleepy.py", str(world)).replace("oversample = 0.5\n", "")
-    text = text.replace("replicas = 2", 'replicas = 2\ntransfer = "disk"')
+    text = text.replace("replicas = 2", f'replicas = 2\ntransfer = "{way}"')
     recipe.write_text(text.replace("sleep = 0.2", "sleep = 2.0"))  # long enough for all that is done to it
     world.write_text(kills.WORLD)
     with open(tmp_path / "output", "w+") as output:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from troupe.learner.config import LoraSettings, ModelConfig
-from troupe.learner.model import load, load_tensors, tensors_of
+from troupe.learner.model import arrays_of, beside, exchange, load, load_tensors, tensors_of
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import CheckpointError, ConfigError
 
@@ -30,6 +30,24 @@ def test_loaded_tensors_have_the_checksum_of_those_that_were_sent(tiny: str, dty
     load_tensors(engine, sent)
     assert checksum_of(tensors_of(engine)) == checksum_of(sent)
     assert {str(a.dtype) for a in sent.values()} == {"int16" if dtype == "bfloat16" and not lora else "float32"}
+
+
+@pytest.mark.parametrize(("dtype", "lora"), KINDS)
+def test_tensors_that_were_given_away_become_the_parameters_and_arrays_never_do(tiny: str, dtype: str, lora: bool) -> None:
+    learner, engine = (load(config(tiny, dtype, lora), seed=s) for s in (0, 1))
+    sent, before = tensors_of(learner), {name: array.copy() for name, array in tensors_of(engine).items()}
+    given = {name: tensor.clone() for name, tensor in beside(learner, sent).items()}
+    memory = {name: tensor.data_ptr() for name, tensor in given.items()}
+    copies = beside(engine, given)
+    assert checksum_of(tensors_of(engine)) == checksum_of(before)
+    exchange(engine, copies)
+    assert checksum_of(tensors_of(engine)) == checksum_of(sent) and checksum_of(arrays_of(copies)) == checksum_of(before)
+    assert {name: array.ctypes.data for name, array in tensors_of(engine).items()} == memory
+    assert not {array.ctypes.data for array in sent.values()} & {t.data_ptr() for t in beside(engine, sent).values()}
+
+    name = next(iter(given))
+    with pytest.raises(CheckpointError, match=r"float16.* where the model has"):
+        beside(engine, given | {name: given[name].to(torch.float16)})
 
 
 def test_with_lora_only_adapters_are_published(tiny: str) -> None:
