@@ -6,8 +6,9 @@ Each field's description is what `troupe config` prints; unknown keys are refuse
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
@@ -154,8 +155,8 @@ class RolloutSettings(_Section):
         meant = _STALENESS.get(self.mode)
         if meant is not None and self.max_staleness != meant:
             raise ValueError(
-                f"mode = '{self.mode}' means max_staleness = {meant}, not {self.max_staleness}: leave it out, or set "
-                f"mode = '{'async' if self.max_staleness else 'sync'}'"
+                f"mode = '{self.mode}' means max_staleness = {meant}, not {self.max_staleness}: leave it out (or set it "
+                f"to {meant}), or set mode = '{'async' if self.max_staleness else 'sync'}'"
             )
         if meant is None and self.max_staleness == 0:
             raise ValueError("mode = 'async' with max_staleness = 0 is step by step: set mode = 'sync', or allow 1 or more")
@@ -181,6 +182,16 @@ class AgentSettings(_Section):
     program: str = Field("", description="module:function or file.py:function of the harness, for loop = 'program'")
 
 
+def _address(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if not url or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
+            return url
+    except ValueError:  # a port that is none
+        pass
+    raise ValueError(f"'{url}' is no address of a server: write it as http://127.0.0.1:30000")
+
+
 class GeneratorSettings(_Section):
     """[generator]: the replicas that sample tokens."""
 
@@ -190,7 +201,7 @@ class GeneratorSettings(_Section):
     threads: int = Field(1, ge=1, description="CPU threads of one replica")
     device: str = Field("cpu", description="cpu or cuda")
     sglang_python: str = Field("", description="interpreter in which SGLang is installed; empty: the one that runs Troupe")
-    sglang_url: str = Field(
+    sglang_url: Annotated[str, AfterValidator(_address)] = Field(
         "", description="http://host:port of a server that somebody else owns; empty: each replica starts one"
     )
     sglang_tokens: int = Field(

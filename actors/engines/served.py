@@ -10,6 +10,8 @@ Promises, beyond those of `base.py`:
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -170,10 +172,18 @@ class ServedEngine(ABC, Generic[W]):
             while not await self._wire.up():
                 if time.monotonic() > deadline:
                     where = f"generator.{self.SETTING}_url {self._url}"
-                    raise TimedOut(f"{self._name}: nobody has answered at {where} for {self._start_s:g} s")
+                    raise TimedOut(
+                        f"{self._name}: nobody has answered at {where} for {self._start_s:g} s: is the server started, and "
+                        "can this machine reach it?"
+                    )
                 await asyncio.sleep(0.2)
             await self._greet(self._wire)
         else:
+            if shutil.which(self._python) is None:
+                raise ConfigError(
+                    f"generator.{self.SETTING}_python: no program '{self._python}' on {os.uname().nodename}; name the Python "
+                    f"of the virtual environment in which {self.KIND} is installed"
+                )
             port, scratch = free_port(), Path(self._scratch.name)
             self._wire = self._connect(f"http://127.0.0.1:{port}")
             command, environment = self._launch(port, scratch)

@@ -114,13 +114,14 @@ class Server:
         return False
 
     def last_words(self) -> str:
-        """The end of the log, in one line."""
+        """The end of the log, in one line. The log is named if it stays."""
+        where = "" if self._scratch and self._log.is_relative_to(self._scratch) else f" {self._log}"
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[-_LAST_WORDS:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             if lines:
-                return f"the end of its log {self._log}: {' | '.join(lines[-6:])}"
-        return f"its log {self._log} is empty"
+                return f"the end of its log{where}: {' | '.join(lines[-6:])}"
+        return f"its log{where} is empty"
 
     def _ending(self) -> str:
         code = self._keeper.poll() if self._keeper is not None else None

@@ -241,8 +241,12 @@ def test_of_mode_and_staleness_the_one_that_is_left_out_follows_from_the_other(r
 @pytest.mark.parametrize(
     ("mode", "most", "reason"),
     [
-        ("sync", 2, "mode = 'sync' means max_staleness = 0, not 2: leave it out, or set mode = 'async'"),
-        ("one-step-off", 0, "mode = 'one-step-off' means max_staleness = 1, not 0: leave it out, or set mode = 'sync'"),
+        ("sync", 2, "mode = 'sync' means max_staleness = 0, not 2: leave it out (or set it to 0), or set mode = 'async'"),
+        (
+            "one-step-off",
+            0,
+            "mode = 'one-step-off' means max_staleness = 1, not 0: leave it out (or set it to 1), or set mode = 'sync'",
+        ),
         ("async", 0, "mode = 'async' with max_staleness = 0 is step by step: set mode = 'sync', or allow 1 or more"),
     ],
 )

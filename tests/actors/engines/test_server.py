@@ -119,6 +119,19 @@ async def test_a_server_that_ends_at_once_says_how_and_why(tmp_path: Path) -> No
         await server.start(never, 60)
 
 
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_log_is_named_if_it_can_be_read_later(tmp_path: Path, stays: bool) -> None:
+    async def never() -> bool:
+        return False
+
+    scratch = tmp_path / "scratch"
+    log = (tmp_path if stays else scratch) / "log"
+    server = Server("the broken one", [sys.executable, "-c", "raise SystemExit('no model')"], log, scratch=str(scratch))
+    with pytest.raises(ConfigError) as refused:
+        await server.start(never, 60)
+    assert "no model" in str(refused.value) and (str(log) in str(refused.value)) == stays
+
+
 async def test_a_server_that_is_killed_is_told_with_its_signal(tmp_path: Path) -> None:
     server, pids = _family(tmp_path)
     family = await _up(server, pids)
