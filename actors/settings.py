@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
+from troupe.protocol.messages import COLDEST
 
 
 class _Section(BaseModel):
@@ -112,7 +113,7 @@ class RolloutSettings(_Section):
         description="turns that are being sampled when new weights come: finish them first, go on with the new weights from "
         "the next token, or sample them anew",
     )
-    temperature: float = Field(1.0, gt=0, description="sampling temperature")
+    temperature: float = Field(1.0, ge=COLDEST, allow_inf_nan=False, description="sampling temperature")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1: off")
     top_k: int = Field(0, ge=0, description="top-k sampling; 0: off")
     max_tokens: int = Field(64, ge=1, description="tokens the agent may say in one turn")
@@ -180,6 +181,12 @@ class AgentSettings(_Section):
         "auto", description="auto: react if the world has tools, else text; program: your own harness (see docs/loops.md)"
     )
     program: str = Field("", description="module:function or file.py:function of the harness, for loop = 'program'")
+
+
+def _warm(temperature: float) -> float:
+    if 0 < temperature < COLDEST:
+        raise ValueError(f"a temperature is 0 (greedy), or {COLDEST} or more")
+    return temperature
 
 
 def _address(url: str) -> str:
@@ -262,7 +269,9 @@ class EvalSettings(_Section):
     tasks: int = Field(200, ge=0, description="held-out tasks; 0: no evaluation")
     trials: int = Field(1, ge=1, description="episodes of each")
     every: int = Field(0, ge=0, description="evaluate each this many steps too; 0: only first and last")
-    temperature: float = Field(1.0, ge=0, description="sampling temperature of evaluations; 0: greedy")
+    temperature: Annotated[float, AfterValidator(_warm)] = Field(
+        1.0, ge=0, allow_inf_nan=False, description="sampling temperature of evaluations; 0: greedy"
+    )
 
 
 class RunConfig(_Section):
@@ -295,9 +304,6 @@ class RunConfig(_Section):
                         f"generator.transfer = 'nccl' goes from GPU to GPU, and {name} = '{device}': set it to 'cuda', with a "
                         "GPU for the learner and one for each replica, or set generator.transfer = 'gloo'"
                     )
-        coldest = min(t for t in (self.rollout.temperature, self.eval.temperature) if t)
-        if engine == "vllm" and coldest < 0.01:
-            raise ValueError(f"generator.engine = 'vllm' does not obey a temperature of {coldest}: make it 0.01 or more")
         if engine == "sglang" and self.rollout.top_k and self.rollout.top_p < 1:
             raise ValueError("generator.engine = 'sglang' takes top_k or top_p, not both: leave one out, or use 'local'")
         return self

@@ -28,7 +28,7 @@ from troupe.actors.director import Director
 from troupe.actors.rendering import Rendering, Tool, until
 from troupe.actors.router import Router
 from troupe.protocol.errors import NotReady, Overloaded, TaskFailed, TroupeError
-from troupe.protocol.messages import Generate, GetStatus, Routes, RunStatus, Sampling, Saved
+from troupe.protocol.messages import COLDEST, Generate, GetStatus, Routes, RunStatus, Sampling, Saved
 from troupe.serve import checkpoints
 from troupe.serve.chat import ChatRequest, WeightsRequest, called, render
 from troupe.serve.keeper import Keeper
@@ -181,10 +181,11 @@ class Gateway:
         ids, left, size, version = list(prompt), request.limit, _FIRST_SLICE, self._held.version
         finish: str | None = None
         held = Piece(choice, "")
+        warmth = 1.0 if request.temperature is None else request.temperature
         try:
             while finish is None:
                 sampling = Sampling(
-                    temperature=1.0 if request.temperature is None else request.temperature,
+                    temperature=warmth if warmth >= COLDEST else 0.0,  # what many clients send and mean by it
                     top_p=1.0 if request.top_p is None else request.top_p,
                     max_tokens=size if left is None else min(size, left),
                     stop_ids=renderer.stop_ids,

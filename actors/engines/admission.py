@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 
 from troupe.protocol.errors import ConfigError, TaskFailed
-from troupe.protocol.messages import Generate
+from troupe.protocol.messages import COLDEST, Generate
 
 
 def length_limit(request: Generate, context: int, vocabulary: int) -> int:
     """How long the sequence may become, prompt included. Raises TaskFailed for a prompt that the model cannot be fed."""
     prompt = request.prompt
+    if np.ndim(prompt) != 1 or not np.issubdtype(prompt.dtype, np.integer):
+        raise TaskFailed(
+            f"request '{request.request}': a prompt is a row of token ids, shape [n]; this one is {prompt.dtype} {prompt.shape}"
+        )
     if not len(prompt):
         raise TaskFailed(f"request '{request.request}': the prompt is empty; there is nothing to continue")
     if len(prompt) >= context:
@@ -36,8 +40,8 @@ def check_scored(ids: np.ndarray[Any, Any], context: int, vocabulary: int) -> No
 
 def check_temperature(temperature: float) -> None:
     """Raises ConfigError for one at which logprobs mean nothing."""
-    if not (0 < temperature < math.inf):
-        raise ConfigError(f"the temperature of scores must be above 0, got {temperature}")
+    if not (COLDEST <= temperature < math.inf):
+        raise ConfigError(f"the temperature of scores must be {COLDEST} or more, got {temperature}")
 
 
 def _known(ids: np.ndarray[Any, Any], vocabulary: int, where: str) -> None:

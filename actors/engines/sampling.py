@@ -8,11 +8,13 @@ Promises:
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from troupe.protocol.errors import ConfigError
-from troupe.protocol.messages import Sampling
+from troupe.protocol.messages import COLDEST, Sampling
 
 _BELOW_ONE = 1 - 2.0**-32
 """A uniform number times the total stays below the total, whatever the rounding."""
@@ -20,8 +22,8 @@ _BELOW_ONE = 1 - 2.0**-32
 
 def check(sampling: Sampling) -> None:
     """Raises ConfigError if the settings mean nothing."""
-    if not sampling.temperature >= 0:
-        raise ConfigError(f"sampling.temperature must be 0 (greedy) or more, got {sampling.temperature}")
+    if not (sampling.temperature == 0 or COLDEST <= sampling.temperature < math.inf):
+        raise ConfigError(f"sampling.temperature must be 0 (greedy), or {COLDEST} or more, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         raise ConfigError(f"sampling.top_p must be above 0 and at most 1 (1 is off), got {sampling.top_p}")
     if sampling.top_k < 0:

@@ -6,7 +6,6 @@ Promises, beyond those of `served.py`:
 - hence requests in flight are always fed again to the new weights (`retract`), never kept with what the old ones computed;
 - keys and values of other versions are never used: each version's requests are salted anew, and the cache is emptied;
 - the checksum is of what the server's model holds (`vllm_inside.py`);
-- a temperature that vLLM would not obey is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from troupe.actors.engines import vllm_launch
 from troupe.actors.engines.base import Capabilities, Pause
 from troupe.actors.engines.served import CALL_S, LOAD_S, ServedEngine
-from troupe.actors.engines.vllm_wire import Wire, check_temperature, request_body
+from troupe.actors.engines.vllm_wire import Wire, request_body
 from troupe.protocol.messages import Generate
 
 
@@ -66,7 +65,6 @@ class VLLMEngine(ServedEngine[Wire]):
 
     async def _score(self, wire: Wire, ids: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
         """Waits for the end of a pause. One that a change of weights meets is asked again."""
-        check_temperature(temperature)
         while True:
             scores = await wire.score(ids.tolist(), temperature, self._flights.salt, LOAD_S)
             if scores is not None:

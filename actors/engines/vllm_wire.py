@@ -13,27 +13,16 @@ import numpy as np
 
 from troupe.actors.engines.base import Piece
 from troupe.actors.engines.wire import ServerWire
-from troupe.protocol.errors import ConfigError, RemoteError
+from troupe.protocol.errors import RemoteError
 from troupe.protocol.messages import Generate
 
 MODEL = "troupe"
 """What the model is called at the server."""
-_COLDEST = 0.01
-"""vLLM takes a lower temperature, other than 0, for this one."""
-
-
-def check_temperature(temperature: float) -> None:
-    """Raises ConfigError for a temperature that vLLM would not obey."""
-    if 0 < temperature < _COLDEST:
-        raise ConfigError(
-            f"temperature = {temperature}: vLLM samples at {_COLDEST} instead; set it to 0 (greedy) or to {_COLDEST} or more"
-        )
 
 
 def request_body(request: Generate, max_new_tokens: int, vocabulary: int, interval: int) -> dict[str, Any]:
-    """What /v1/completions is asked for. interval: tokens in a piece. Raises ConfigError for what vLLM means otherwise."""
+    """What /v1/completions is asked for. interval: tokens in a piece."""
     settings = request.sampling
-    check_temperature(settings.temperature)
     greedy = settings.temperature == 0
     return {
         "model": MODEL,

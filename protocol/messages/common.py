@@ -111,6 +111,10 @@ class Spans:
     totals: dict[str, float]
 
 
+COLDEST = 0.01
+"""The lowest temperature above 0 (greedy). Logits divided by less overflow sooner or later, and vLLM takes this one instead."""
+
+
 @dataclass(slots=True)
 class Sampling:
     """How tokens are drawn. Logprobs are of the distribution after temperature, top_k and top_p.

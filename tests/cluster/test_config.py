@@ -253,3 +253,16 @@ def test_of_mode_and_staleness_the_one_that_is_left_out_follows_from_the_other(r
 def test_a_mode_that_contradicts_the_staleness_is_refused_with_the_fix(recipe, mode, most, reason):
     path = recipe(RECIPE + f'\n[rollout]\nmode = "{mode}"\nmax_staleness = {most}\n')
     assert error_of(path) == f"{path} line 12: [rollout]: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("[rollout]\ntemperature = 1e-300", "temperature"),
+        ("[rollout]\ntemperature = inf", "temperature"),
+        ("[eval]\ntemperature = 0.001", "a temperature is 0 (greedy), or 0.01 or more"),
+        ("[eval]\ntemperature = inf", "temperature"),
+    ],
+)
+def test_temperatures_that_cannot_be_divided_by_are_refused(recipe, given, says):
+    assert says in error_of(recipe(RECIPE + f"\n{given}\n"))

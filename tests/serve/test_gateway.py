@@ -161,6 +161,19 @@ def test_fields_that_we_do_not_know_are_ignored(ask: Ask) -> None:
     ask(scenario)
 
 
+def test_a_temperature_too_low_to_divide_by_is_the_greedy_one(ask: Ask) -> None:
+    async def scenario(client: Client, url: str, context: Any) -> None:
+        said = []
+        for seed, temperature in (1, 0.0), (2, 1e-300), (3, 0.001):
+            answer = await client.chat.completions.create(
+                model="m", messages=HELLO, max_tokens=8, seed=seed, temperature=temperature
+            )
+            said.append(answer.choices[0].message.content)
+        assert said[0] and said == [said[0]] * 3
+
+    ask(scenario)
+
+
 def test_the_context_is_a_limit_and_not_an_accident(ask: Ask, house: Any) -> None:
     async def scenario(client: Client, url: str, context: Any) -> None:
         long: Any = [{"role": "user", "content": "hello " * house.context}]

@@ -1,6 +1,7 @@
 """What every generation engine promises to whoever controls it: stream, abort, pause, score, and what it refuses."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -226,8 +227,9 @@ async def test_ids_that_cannot_be_scored_are_refused_and_harm_nobody(kind: Kind)
         for bad, says in ([1], "two"), ([1, VOCABULARY], "0 to 60"), ([1] * (CONTEXT + 1), "4096"):
             with pytest.raises(TaskFailed, match=says):
                 await engine.score([np.array([1, 2]), np.array(bad)])
-        with pytest.raises(ConfigError, match="temperature"):
-            await engine.score([np.array([1, 2])], 0.0)
+        for cold in 0.0, 1e-40, float("nan"):
+            with pytest.raises(ConfigError, match="temperature"):
+                await engine.score([np.array([1, 2])], cold)
         assert len((await engine.score([np.array([1] * CONTEXT)]))[0]) == CONTEXT - 1
 
 
@@ -289,6 +291,11 @@ def test_a_full_queue_pushes_back_and_takes_work_again_later(kind: Kind) -> None
         (request([1], top_k=-1), ConfigError, "top_k"),
         (request([1], temperature=-1.0), ConfigError, "temperature"),
         (request([1], temperature=float("nan")), ConfigError, "temperature"),
+        (request([1], temperature=float("inf")), ConfigError, "temperature"),
+        (request([1], temperature=1e-300), ConfigError, "temperature"),
+        (request([1], temperature=0.009), ConfigError, "temperature"),
+        (request(np.ones((1, 3), np.int32)), TaskFailed, r"shape \[n\]"),
+        (replace(request([1]), prompt=np.ones(3, np.float32)), TaskFailed, "float32"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_and_harms_nobody(
