@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from troupe.actors.line import own_address
 from troupe.protocol.errors import ActorLost, ConfigError, TimedOut
@@ -38,8 +39,6 @@ _making = threading.Lock()
 
 def store(host: str, port: int, limit_s: float, door: socket.socket | None = None) -> Any:
     """The store where the two meet. door: the bound socket of the one that serves it."""
-    from torch._C._distributed_c10d import TCPStore
-
     limit = timedelta(seconds=limit_s)
     try:
         if door is None:
@@ -71,7 +70,7 @@ class Pair:
         self._options = dist.BroadcastOptions()
         self._options.rootRank, self._options.timeout = SENDER, timedelta(seconds=limit_s)
         self._nccl = backend == "nccl"
-        place = dist.PrefixStore(f"{DEVICES[backend]}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, meeting)))
+        place = PrefixStore(f"{DEVICES[backend]}/", PrefixStore(f"{name}/", PrefixStore(name, meeting)))
         try:
             self._group = _nccl(place, rank, limit_s) if self._nccl else _gloo(place, rank, limit_s)
         except RuntimeError as error:
@@ -126,7 +125,7 @@ class Pair:
 
 
 def _gloo(place: Any, rank: int, limit_s: float) -> Any:
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
     interface, options = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], gloo._Options()
     # By itself it takes the address of the machine's name, which on many machines is 127.0.1.1.
     device = gloo.create_device(interface=interface) if interface else gloo.create_device(hostname=own_address())

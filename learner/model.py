@@ -193,7 +193,8 @@ def to_torch(array: Array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    return _to_numpy(torch.empty(0, dtype=dtype)).dtype
+    dtype_of_array: np.dtype[Any] = _to_numpy(torch.empty(0, dtype=dtype)).dtype
+    return dtype_of_array
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
