@@ -209,7 +209,9 @@ class GeneratorSettings(_Section):
     device: str = Field("cpu", description="cpu or cuda")
     sglang_python: str = Field("", description="interpreter in which SGLang is installed; empty: the one that runs Troupe")
     sglang_url: Annotated[str, AfterValidator(_address)] = Field(
-        "", description="http://host:port of a server that somebody else owns; empty: each replica starts one"
+        "",
+        description="http://host:port of a server that somebody else owns, or of an sglang-router before several; empty: each "
+        "replica starts one",
     )
     sglang_tokens: int = Field(
         65_536, ge=64, description="tokens whose keys and values a server holds; their memory is taken at once"
