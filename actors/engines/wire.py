@@ -1,7 +1,7 @@
 """HTTP to an engine's server: calls, and answers that stream.
 
 Promises: a server that cannot be reached, does not answer in time or refuses is ActorLost, TimedOut or RemoteError; each
-names it.
+names it. No request is sent on a connection that the server may be closing because nothing was asked on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from troupe.protocol.errors import ActorLost, RemoteError, TimedOut
 
 _NO_SILENCE_LIMIT = httpx.Timeout(None, connect=30.0)
 """A paused server is silent for as long as it is paused; the engine looks after it otherwise."""
+_IDLE_S = 1.0
+"""An idle connection is closed here after this time. Servers do it after 5 s, as httpx would: then the two may meet."""
 
 
 class ServerWire(ABC):
@@ -25,7 +27,7 @@ class ServerWire(ABC):
 
     def __init__(self, name: str, url: str, ready: str) -> None:
         self._name, self._ready = f"{name} ({url})", ready
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=_IDLE_S)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
 
     @abstractmethod

@@ -16,6 +16,7 @@ import torch
 
 from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
 from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
+from troupe.actors.engines import served
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
@@ -204,6 +205,19 @@ async def test_a_pause_samples_nothing_and_requests_that_come_meanwhile_wait() -
         await engine.resume()
         await engine.resume()
         assert (await _soon(engine.generate(request(prompt, max_tokens=3)))).finish == "length"
+
+
+@real
+async def test_in_a_long_pause_silence_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "SILENT_S", 20.0)
+    monkeypatch.setattr(served, "_LOOK_S", 1.0)
+    async with started(KIND, llama(1)) as engine:
+        going = asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=300)))
+        await sampled(engine, 10)
+        await engine.pause("in_place")
+        await asyncio.sleep(25.0)
+        await engine.resume()
+        assert (await _soon(going)).finish == "length"
 
 
 @real
