@@ -72,13 +72,15 @@ class ServerWire(ABC):
             return False
 
     async def chunks(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The objects of an answer that streams. Whoever has had the last one leaves; its end before that is ActorLost."""
+        """The objects of an answer that streams, up to its own mark of its end. An end without one is ActorLost."""
         try:
             async with self._http.stream("POST", path, json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     raise RemoteError(f"{self._name} refused a request: {_message(text) or answer.status_code}")
                 async for line in answer.aiter_lines():
+                    if line.startswith("data: [DONE]"):
+                        return
                     if not line.startswith("data: {"):
                         continue
                     chunk = json.loads(line[6:])
