@@ -28,7 +28,7 @@ from troupe.protocol import arrow, stored
 from troupe.protocol.messages import Generated
 from troupe.protocol.trajectory import Trajectory
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS, SECONDS = 8, 0.03  # of the run, and that a token takes at least: a turn is long beside a training step
 
@@ -106,9 +106,9 @@ def play(tmp_path: Path, mode: str, in_flight: str, steps: int, scaled: bool) ->
         process: Any = subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=output, stderr=subprocess.STDOUT, text=True)
         try:
             if scaled:
-                await_event(run, process, event="announced", version=2)
+                await_event(run, process, limit_s=600, event="announced", version=2)
                 assert "generators 2 → 1\n" in scale(run, 1)
-            code = process.wait(timeout=400)
+            code = process.wait(timeout=600)
         finally:
             process.kill()
             process.wait()
