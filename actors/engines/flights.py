@@ -63,6 +63,7 @@ class Flights:
         self._recalling = False
         self._tellings: set[asyncio.Task[Any]] = set()
         self._busy, self._busy_since, self._asked_at = 0.0, 0.0, time.monotonic()
+        self._silent, self._silent_since = 0.0, 0.0
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._running)
@@ -75,6 +76,15 @@ class Flights:
     def running(self) -> bool:
         return bool(self._running)
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds in which the server had requests, since it last said a token."""
+        return self._silent + (time.monotonic() - self._silent_since if self._running else 0.0)
+
+    def heard(self) -> None:
+        """The server said something, or was not asked to."""
+        self._silent, self._silent_since = 0.0, time.monotonic()
+
     def add(self, request: Generate, body: dict[str, Any]) -> Flight:
         flight = Flight(request, body)
         self._queue.append(flight)
@@ -86,7 +96,7 @@ class Flights:
         while self._queue and len(self._running) < self._max_running and not self.held_back:
             flight = self._queue.popleft()
             if not self._running:
-                self._busy_since = time.monotonic()
+                self._busy_since = self._silent_since = time.monotonic()
             self._running.add(flight)
             flight.task = asyncio.create_task(self._fly(flight))
 
@@ -158,6 +168,7 @@ class Flights:
         try:
             async for piece, ended in self.wire.generate(body):
                 self.tokens += len(piece.tokens)
+                self.heard()
                 cut = self._cut(flight, piece)
                 flight.said += piece.tokens.tolist()
                 if cut is not None:
@@ -224,7 +235,8 @@ class Flights:
     def _leave(self, flight: Flight) -> None:
         self._running.discard(flight)
         if not self._running:
-            self._busy += time.monotonic() - self._busy_since
+            now = time.monotonic()
+            self._busy, self._silent = self._busy + now - self._busy_since, self._silent + now - self._silent_since
 
     def _tell(self, flight: Flight) -> asyncio.Task[Any]:
         """Has the server abort it."""

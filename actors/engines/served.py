@@ -2,7 +2,8 @@
 
 Promises, beyond those of `base.py`:
 - its own server dies with it, and with its process, even on kill -9 (`server.py`);
-- a server that is gone, or does not answer, fails what is in flight and all later calls with one typed error; nothing hangs;
+- a server that is gone, does not answer, or answers but samples nothing of what it was sent, fails what is in flight and all
+  later calls with one typed error; nothing hangs;
 - a failure in the middle of a change of weights is the end of the engine: nobody samples from mixed ones;
 - with LoRA the base is sent once and proved, and then adapters alone, which the server merges into it (`landing.py`).
 """
@@ -40,6 +41,8 @@ CALL_S, LOAD_S = 150.0, 600.0
 """Longer than one step may take on a busy CPU: the server answers between two of them."""
 _LOOK_S = 15.0
 """A server with requests in flight is looked after this often."""
+SILENT_S = 300.0
+"""So long may it have requests and say not one token, unless it was told to wait: longer than its prompts and a few steps take."""
 
 
 W = TypeVar("W", bound=ServerWire)
@@ -204,11 +207,21 @@ class ServedEngine(ABC, Generic[W]):
                 elif self._flights.running:
                     try:
                         await self.check()
+                        self._listen()
                     except TroupeError as error:
                         self._die(error)
         finally:
             if gone is not None:
                 gone.cancel()
+
+    def _listen(self) -> None:
+        """Raises ActorLost if the server has been silent for too long: some answer that they are well while nothing moves."""
+        if self._flights.held_back:
+            self._flights.heard()
+        elif self._flights.silent_s > SILENT_S:
+            raise ActorLost(
+                f"{self._name} has sampled nothing for {SILENT_S:g} s, with {len(self._flights)} requests in flight"
+            )
 
     def _die(self, error: TroupeError) -> None:
         if self._dead is None:

@@ -51,4 +51,6 @@ def command(
 def environment(device: str, threads: int) -> dict[str, str]:
     """Variables of the process, beside those that are set. threads: of its CPU work."""
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    own["SGLANG_TIMEOUT_KEEP_ALIVE"] = "3600"  # idle connections are closed by the engine (`wire.py`)
+    own["SGLANG_HEALTH_CHECK_TIMEOUT"] = "120"  # a step may take longer than its 20 s, on a busy machine
     return own | ({"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"} if device == "cpu" else {})

@@ -16,7 +16,7 @@ import torch
 
 from troupe.actors.engines.base import Piece
 from troupe.actors.engines.wire import ServerWire
-from troupe.protocol.errors import ConfigError, RemoteError
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError
 from troupe.protocol.messages import Generate
 
 BUCKET_BYTES = 256 * 2**20
@@ -70,6 +70,7 @@ class Wire(ServerWire):
             yield piece, ended
             if ended:
                 return
+        raise ActorLost(f"{self._name} ended an answer before its end")
 
     async def abort(self, rid: str) -> None:
         """Has the server end the request."""

@@ -70,6 +70,7 @@ def environment(device: str, threads: int, scratch: Path) -> dict[str, str]:
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # room for one token more than the last position
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # `vllm_inside.py` knows the other one
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",  # idle connections are closed by the engine (`wire.py`)
     }
     if device != "cpu":
         return own

@@ -71,6 +71,7 @@ class Wire(ServerWire):
                 yield self._piece(choice, version), {"type": ended} if ended else None
                 if ended:
                     return
+        yield self._piece({}, version), {"type": "abort"}  # of one that ends before its first token vLLM says nothing
 
     def _piece(self, choice: dict[str, Any], version: int) -> Piece:
         ids = choice.get("token_ids") or []

@@ -1,7 +1,7 @@
 """HTTP to an engine's server: calls, and answers that stream.
 
 Promises: a server that cannot be reached, does not answer in time or refuses is ActorLost, TimedOut or RemoteError; each
-names it.
+names it. No request is sent on a connection that the server may be closing because nothing was asked on it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from troupe.protocol.errors import ActorLost, RemoteError, TimedOut
 
 _NO_SILENCE_LIMIT = httpx.Timeout(None, connect=30.0)
 """A paused server is silent for as long as it is paused; the engine looks after it otherwise."""
+_IDLE_S = 1.0
+"""An idle connection is closed here after this time. Servers do it after 5 s, as httpx would: then the two may meet."""
 
 
 class ServerWire(ABC):
@@ -25,7 +27,7 @@ class ServerWire(ABC):
 
     def __init__(self, name: str, url: str, ready: str) -> None:
         self.url, self._name, self._ready = url, f"{name} ({url})", ready
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=_IDLE_S)
         self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
 
     @abstractmethod
@@ -76,13 +78,15 @@ class ServerWire(ABC):
             return False
 
     async def chunks(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The objects of an answer that streams. Whoever has had the last one leaves; its end before that is ActorLost."""
+        """The objects of an answer that streams, up to its own mark of its end. An end without one is ActorLost."""
         try:
             async with self._http.stream("POST", path, json={**body, "stream": True}, timeout=_NO_SILENCE_LIMIT) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     raise RemoteError(f"{self._name} refused a request: {_message(text) or answer.status_code}")
                 async for line in answer.aiter_lines():
+                    if line.startswith("data: [DONE]"):
+                        return
                     if not line.startswith("data: {"):
                         continue
                     chunk = json.loads(line[6:])

@@ -27,6 +27,7 @@ from tests.actors.engines.suite import (
     sampled,
     started,
 )
+from troupe.actors.engines import served
 from troupe.actors.engines.server import free_port
 from troupe.actors.engines.sglang import SGLangEngine
 from troupe.actors.engines.sglang_wire import Wire
@@ -203,6 +204,19 @@ async def test_a_stream_tells_versions_with_each_piece_and_leaving_it_aborts_the
         assert versions[:5] == [1] * 5 and versions[-1] == 2 and versions == sorted(versions)
         assert_true(KIND, new, prompt, await engine.generate(request(prompt, max_tokens=4)))
         assert engine.stats()["load"] == 0
+
+
+@real
+async def test_in_a_long_pause_silence_is_no_sign_of_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served, "SILENT_S", 20.0)
+    monkeypatch.setattr(served, "_LOOK_S", 1.0)
+    async with started(KIND, llama(1)) as engine:
+        going = asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=300)))
+        await sampled(engine, 10)
+        await engine.pause("in_place")
+        await asyncio.sleep(25.0)
+        await engine.resume()
+        assert (await _soon(going)).finish == "length"
 
 
 @real

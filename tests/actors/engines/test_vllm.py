@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from tests.actors.engines.servers import START_S, VLLM, below
 from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
+from troupe.actors.engines import served
 from troupe.actors.engines.vllm import VLLMEngine
 from troupe.actors.engines.vllm_wire import Wire, request_body
 from troupe.learner.config import ModelConfig
@@ -116,11 +118,9 @@ async def test_a_stop_string_cuts_the_turn_also_when_weights_change_within_it() 
         assert engine.version == 2
 
 
-@VLLM
-@pytest.mark.parametrize("victim", [["vllm.entrypoints"], ["EngineCore", "spawn_main"]], ids=["api", "core"])
-async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_nothing_hangs(
-    tmp_path: Path, victim: list[str]
-) -> None:
+@asynccontextmanager
+async def _own(tmp_path: Path, busy: int) -> AsyncIterator[tuple[VLLMEngine, list[Any], dict[int, str]]]:
+    """An engine with a server of its own, `busy` requests that it samples, and the server's processes, which end with it."""
     model: Any = llama(0)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path / "model")
@@ -135,21 +135,52 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
     try:
         assert engine._server is not None
         await engine.load_weights(1, tensors_of(llama(1)))
-        calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(20)]
+        calls = [asyncio.ensure_future(engine.generate(request([1, 2], max_tokens=4000))) for _ in range(busy)]
         await sampled(engine, 50)
         family = below(engine._server.pid)
-        hit = [pid for pid, command in family.items() if any(part in command for part in victim)]
-        assert hit, family
-        os.kill(hit[-1], signal.SIGKILL)
+        yield engine, calls, family
+        await _soon(engine.close())
+        assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    finally:
+        await engine.close()
+
+
+def _signal(family: dict[int, str], parts: list[str], number: int) -> None:
+    hit = [pid for pid, command in family.items() if any(part in command for part in parts)]
+    assert hit, family
+    os.kill(hit[-1], number)
+
+
+_CORE = ["EngineCore", "spawn_main"]
+
+
+@VLLM
+@pytest.mark.parametrize("victim", [["vllm.entrypoints"], _CORE], ids=["api", "core"])
+async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_nothing_hangs(
+    tmp_path: Path, victim: list[str]
+) -> None:
+    async with _own(tmp_path, busy=20) as (engine, calls, family):
+        _signal(family, victim, signal.SIGKILL)
         for outcome in await _soon(asyncio.gather(*calls, return_exceptions=True)):
             assert isinstance(outcome, ActorLost | RemoteError) and "generator-7" in str(outcome)
         for later in (engine.generate(request([1, 2])), engine.load_weights(2, tensors_of(llama(2))), engine.check()):
             with pytest.raises((ActorLost, RemoteError), match="generator-7"):
                 await _soon(later)
-        await _soon(engine.close())
-        assert not [pid for pid in family if Path(f"/proc/{pid}").exists()]
-    finally:
-        await engine.close()
+
+
+@VLLM
+async def test_a_server_that_says_it_is_well_and_samples_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served, "SILENT_S", 20.0)
+    monkeypatch.setattr(served, "_LOOK_S", 1.0)
+    async with _own(tmp_path, busy=2) as (engine, calls, family):
+        _signal(family, _CORE, signal.SIGSTOP)
+        await engine.check()
+        for outcome in await _soon(asyncio.gather(*calls, return_exceptions=True)):
+            assert isinstance(outcome, ActorLost) and "generator-7 has sampled nothing for 20 s" in str(outcome)
+        with pytest.raises(ActorLost, match="generator-7 has sampled nothing"):
+            await _soon(engine.generate(request([1, 2])))
 
 
 # -- without a server --------------------------------------------------------------------------------------------------
