@@ -31,11 +31,11 @@ _READ = 20_000  # characters of an answer, the last ones
 
 
 class Symbolic:
-    """1 if the answer equals `expected`, else 0. Both are text with LaTeX, between marks or not, or plain expressions; the answer
-    may be the last of many. timeout_s: for one comparison.
+    """1 if the answer equals `expected`, else 0. Both are text with LaTeX, between marks or not, or plain expressions; the
+    answer may be the last of many. timeout_s: for one comparison.
 
-    Raises ConfigError where math-verify is not installed, or for a time that is none; TaskFailed if nothing mathematical is in `expected`;
-    EnvironmentFailed if there is no verdict in time.
+    Raises ConfigError where math-verify is not installed, or for a time that is none; TaskFailed if nothing mathematical is in
+    `expected`; EnvironmentFailed if there is no verdict in time.
     """
 
     def __init__(self, expected: str, *, timeout_s: float = 10.0) -> None:
