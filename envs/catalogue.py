@@ -1,5 +1,9 @@
 """A generated shop: products with a title, attributes, options and a price, and what somebody may want of them.
 
+Products come in families of four that have one title. What a family differs in (one feature that some have and some have not,
+colours, sizes, the price) is nothing that a search can tell apart: it has to be read. So the first that a search finds is a
+decoy as often as not.
+
 Promises:
 - a seed and a number give the same products everywhere;
 - the values of a product's options differ from one another, so that one word names one of them;
@@ -13,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_FAMILY = 4
 COLOURS = ("black", "white", "red", "blue", "green", "grey")
 
 
@@ -89,7 +94,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """kind: what it is. nouns: those of its title. options: values by name. price: in dollars."""
+    """kind: what it is. nouns: those of its title. options: values by name. price: in dollars. lacks: features it has not."""
 
     title: str
     kind: str
@@ -98,6 +103,7 @@ class Product:
     attributes: tuple[str, ...]
     options: Mapping[str, tuple[str, ...]]
     price: int
+    lacks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -106,8 +112,13 @@ class Product:
 
     @property
     def text(self) -> str:
-        """Attributes, category and options, as a search reads them."""
-        return " ".join((*self.attributes, *self.category, *(" ".join(values) for values in self.options.values())))
+        """Features and category, as a search reads them: it knows no "not", and no options."""
+        return " ".join((*self.attributes, *self.lacks, *self.category))
+
+    @property
+    def features(self) -> str:
+        """What it has and what it has not."""
+        return ", ".join((*self.attributes, *(f"not {one}" for one in self.lacks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,26 +145,41 @@ class Goal:
 def stock(seed: int, count: int) -> list[Product]:
     """`count` products."""
     rng = random.Random(f"catalogue/{seed}")
-    return [_product(rng) for _ in range(count)]
+    families = (_family(rng) for _ in range(-(-count // _FAMILY)))
+    return [product for family in families for product in family][:count]
 
 
-def _product(rng: random.Random) -> Product:
+def _family(rng: random.Random) -> list[Product]:
+    """Products of one title."""
     name = rng.choice(list(_KINDS))
     kind = _KINDS[name]
     brand, material = rng.choice(kind.brands.split()), rng.choice(kind.materials.split())
-    uses, features = rng.sample(kind.uses.split(), 2), rng.sample(kind.features, 2)
-    options = {"colour": tuple(rng.sample(COLOURS, 3))}
-    if kind.sizes:
-        options["size"] = tuple(kind.sizes.split())
-    return Product(
-        title=f"{brand} {material} {name} for {uses[0]} and {uses[1]}, {features[0]}",
-        kind=name,
-        category=kind.category,
-        nouns=frozenset({brand, material, name, *uses}),
-        attributes=(material, *features),
-        options=options,
-        price=rng.randint(*kind.prices),
-    )
+    uses, (shown, other) = rng.sample(kind.uses.split(), 2), rng.sample(kind.features, 2)
+    title = f"{brand} {material} {name} for {uses[0]} and {uses[1]}, {shown}"
+    nouns = frozenset({brand, material, name, *uses})
+    has = rng.sample([True, False] * (_FAMILY // 2), _FAMILY)
+    return [
+        Product(
+            title=title,
+            kind=name,
+            category=kind.category,
+            nouns=nouns,
+            attributes=(material, shown, other) if one else (material, shown),
+            options=_options(rng, kind.sizes.split()),
+            price=rng.randint(*kind.prices),
+            lacks=() if one else (other,),
+        )
+        for one in has
+    ]
+
+
+def _options(rng: random.Random, sizes: list[str]) -> dict[str, tuple[str, ...]]:
+    """Two colours, and half of the sizes if there are any."""
+    options = {"colour": tuple(rng.sample(COLOURS, 2))}
+    if sizes:
+        some = sorted(rng.sample(range(len(sizes)), len(sizes) // 2))
+        options["size"] = tuple(sizes[number] for number in some)
+    return options
 
 
 def goal(rng: random.Random, product: Product) -> Goal:

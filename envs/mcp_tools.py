@@ -15,6 +15,8 @@ Promises:
 - what the agent is told about a tool, and what its arguments are checked against, is the server's own JSON schema;
 - what a tool reports as its error, or refuses as its arguments, is told to the agent. A server that cannot be reached, dies or
   breaks the protocol is EnvironmentFailed: it says nothing about the agent (law 6);
+- of a text that is longer than `longest` (a result, an error, a description) the agent is told the beginning, and how much was
+  left out;
 - each episode has a connection of its own, so a stdio server is a new process and remembers nothing of another episode;
 - a call has the time that each call of the world has; connecting and closing are bounded; `close` ends what was started.
 """
@@ -52,7 +54,8 @@ class McpTools:
     env: variables for the command, beside PATH, HOME and the like. headers: of each HTTP request. prefix: put before the name
     of each tool. only: names of the tools that are offered, as the server has them; empty for all. fresh: a new connection
     for each episode; False: one for as long as it lives, for a server that remembers nothing. connect_s: seconds.
-    Raises ConfigError, also where the package mcp is not installed.
+    longest: characters of one text of the server that the agent is told. Raises ConfigError, also where the package mcp is not
+    installed.
     """
 
     def __init__(
@@ -66,11 +69,15 @@ class McpTools:
         only: Collection[str] = (),
         fresh: bool = True,
         connect_s: float = 30.0,
+        longest: int = 20_000,
     ) -> None:
         if find_spec("mcp") is None:
             raise ConfigError("McpTools needs the package mcp: pip install 'troupe-rl[mcp]'")
         if bool(command) == bool(url):
             raise ConfigError("McpTools takes a command, or url=: one of them")
+        if longest < 1:
+            raise ConfigError(f"McpTools: longest is {longest}; it is at least 1 character")
+        self.longest = longest
         self.command, self.url, self.env, self.cwd, self.headers = command, url, env, cwd, headers
         self.prefix, self.only, self.fresh, self.connect_s = prefix, tuple(only), fresh, connect_s
         self.name = url or " ".join(command)
@@ -140,9 +147,10 @@ class _Connection:
             raise EnvironmentFailed(f"MCP server {self.server.name}, tool {name}: {error.message} ({error.code})") from error
         except Exception as error:  # the transport, or what the client makes of a server that breaks the protocol
             raise EnvironmentFailed(f"MCP server {self.server.name}, tool {name}: {_reason(error)}") from error
+        text = cut(_text(result), self.server.longest)
         if result.is_error:
-            raise InvalidAction(_text(result) or f"{name} failed")
-        return _text(result)
+            raise InvalidAction(text or f"{name} failed")
+        return text
 
     async def close(self) -> None:
         if self._loop is not asyncio.get_running_loop():
@@ -218,11 +226,17 @@ async def _listed(client: mcp.Client) -> list[types.Tool]:
 def _made(prefix: str, tool: types.Tool, connection: _Connection) -> Tool:
     """The tool as a world has it. Names keep to letters, digits and _, as everywhere in Troupe."""
     name = _NOT_IN_NAMES.sub("_", prefix + tool.name)[:64]
-    about = tool.description or tool.title or tool.name
+    about = cut(tool.description or tool.title or tool.name, connection.server.longest)
     try:
         return json_schema.tool(name, about, tool.input_schema, partial(connection.call, tool.name))
     except ValueError as error:
         raise EnvironmentFailed(f"MCP server {connection.server.name}: the schema of '{tool.name}' is none: {error}") from None
+
+
+def cut(text: str, longest: int) -> str:
+    """The beginning of a text that is too long, and how much was left out."""
+    left = len(text) - longest
+    return text if left <= 0 else f"{text[:longest]}\n[{left} more characters, not shown]"
 
 
 def _text(result: types.CallToolResult) -> str:

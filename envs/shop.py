@@ -17,7 +17,8 @@ same kind (there: found by the same query) nor share two categories; else 1.
 Promises:
 - what is wanted can be had: it is drawn from a product of the shop;
 - one wish in five, by the digest of all of it but its price, is held out;
-- results come by BM25, equal ones in a fixed order; matching is exact, because the shop says one thing with one word;
+- results come by BM25, equal ones in a fixed order, and products of one title are equal to it (`catalogue`): which one has what
+  is wanted has to be read. Matching is exact, because the shop says one thing with one word;
 - `attributes`, `options` and `price` are the named parts, and sum to the reward; only a reward of 1 is a success.
 """
 
@@ -144,13 +145,13 @@ class Shop(TextWorld):
         lines = [self.goal.instruction]
         if self.product:
             lines += [self.product.title, f"price {self.product.price} dollars"]
-            lines.append(f"attributes {', '.join(self.product.attributes)}")
+            lines.append(f"attributes {self.product.features}")
             for name, values in self.product.options.items():
                 chosen = self.chosen.get(name)
                 lines.append(f"{name} {' '.join(f'({value})' if value == chosen else value for value in values)}")
         elif self.found is not None:
             lines.append(f"results page {self.page + 1}" if self.found else "nothing was found")
-            lines += [f"{number} {one.title}, {one.price} dollars" for number, one in enumerate(self._shown(), 1)]
+            lines += [f"{number} {_line(one)}" for number, one in enumerate(self._shown(), 1)]
         return "\n".join((*lines, self._hint()))
 
     # -- its scripted player -----------------------------------------------------------------------------------------
@@ -201,6 +202,13 @@ class Shop(TextWorld):
                 yield turn.text
                 if turn.done:
                     break
+
+
+def _line(product: Product) -> str:
+    """A product among the results: what can be wanted of it, so that one can choose without opening each."""
+    beyond = [one for one in product.features.split(", ") if one not in product.title]
+    options = (" ".join(values) for values in product.options.values())
+    return ", ".join((product.title, *beyond, *options, f"{product.price} dollars"))
 
 
 def type_factor(match: float, alike: bool) -> float:

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Sequence
 from typing import NamedTuple, Protocol
 
 from troupe.envs.base import action_of
+from troupe.envs.desk.refusing import says_no
 from troupe.envs.desk.requests import Request
 from troupe.envs.endpoint import Endpoint
 from troupe.protocol.errors import EnvironmentFailed
@@ -42,10 +43,6 @@ _ABOUT = {
     "reason": re.compile(r"\bwhy\b|\breason|\bwhat (is wrong|happened)\b"),
 }
 _E_MAIL_ADDRESS = re.compile(r"\be-?mail address\b")
-_REFUSES = re.compile(
-    r"\b(can ?not|can't|could not|couldn't|unable|not able|not allowed|not allow|doesn't allow|not possible|impossible|refuse|"
-    r"sorry|unfortunately|won't|not eligible|against (our|the) (policy|rules))\b"
-)
 _MORE = re.compile(r"\b(anything|something|what|how) else\b|\belse (can|could|may) i\b|\bother (question|request|wish)")
 _CONSENT = re.compile(
     r"\b(shall i|should i|do you want|would you like|is (that|this) (right|correct|ok|okay|fine)|"
@@ -93,7 +90,7 @@ class Scripted:
         asking = [sentence for sentence in _SENTENCE.split(text) if _ASKS.search(sentence)]
         if wanted := self._asked_for(asking):
             return self._say(" ".join(self._tell(fact) for fact in wanted), new=not self._known_already)
-        if _REFUSES.search(text):
+        if says_no(text):
             return self._refused()
         if any(_MORE.search(sentence) for sentence in asking):
             return self._next("Thank you.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from troupe.envs.base import ToolCall
 from troupe.envs.desk import records as desk
+from troupe.envs.desk.refusing import Reason
 from troupe.envs.desk.requests import Request
 
 if TYPE_CHECKING:
@@ -27,7 +28,14 @@ _DONE = {
     "exchange": "{order} is exchanged for size {size}.",
     "change_address": "{order} goes to {address}.",
 }
-_NO = "I am sorry, our policy does not allow that."
+_NO = "I am sorry, I cannot do that."
+_WHY: dict[Reason, str] = {
+    "status": "it is {status} already",
+    "time": "the day is {day}",
+    "sale": "you have bought it on sale",
+    "stock": "it is not in stock",
+    "others": "it is not yours",
+}
 _MORE = "Is there anything else?"
 
 
@@ -71,7 +79,7 @@ class Player:
         if name == "exchange" and wish.thing not in world.known:
             return ToolCall("stock", {"item": wish.thing})
         if not wish.allowed:
-            return self._close(_NO)
+            return self._close(self._no(wish))
         if name and not self._is_done(wish):
             return ToolCall(name, arguments)
         told = f"That is {wish.tell[0][0]}." if wish.tell else ""
@@ -90,6 +98,12 @@ class Player:
     def _is_done(self, wish: Request) -> bool:
         now, after = (desk.record(records, wish.number) for records in (self.world.records, self.world.expected))
         return now == after and wish.kind != "damage"
+
+    def _no(self, wish: Request) -> str:
+        assert wish.why
+        found = desk.record(self.world.records, wish.number)
+        why = _WHY[wish.why].format(status=found["status"], day=found.get("delivered") or found.get("arrival"))
+        return f"{_NO[:-1]}: {why}."
 
     def _close(self, text: str) -> str:
         self.closed += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from troupe.envs.base import belongs
 from troupe.envs.desk.records import COLOURS, GARMENTS, HUTS, SIZES, TODAY, Maker, address
+from troupe.envs.desk.refusing import Reason
 from troupe.protocol.errors import TaskFailed
 
 POLICY = f"""You work at the desk of Fjell, a shop for outdoor clothes that also lets huts. Today is {TODAY.isoformat()}.
@@ -26,8 +27,9 @@ What you write without calling a tool is said to the customer, who answers.
 4. A delivered order can be exchanged for another size that is in stock, up to 60 days after delivery.
 5. A reservation can be cancelled up to 7 days before arrival.
 6. Damaged goods are for a human: transfer the customer and change nothing. Transfer for nothing else.
-Refuse what these rules do not allow, also if the customer insists. Do what is asked for before you say that it is done, and
-change nothing else. Tell what is asked as the records have it, and no other status, amount or date beside it."""
+Refuse what these rules do not allow, also if the customer insists: look it up, say no and say why. Do what is asked for before
+you say that it is done, and change nothing else. Tell what is asked as the records have it, and no other status, amount or
+date beside it."""
 
 TELLS = {
     "status": "What is the status of {}?",
@@ -43,7 +45,8 @@ class Request:
 
     wish: how the customer says it. facts: what else they can say, by the name of what is asked. change: the tool that does it
     with its arguments; None where nothing may change. tell: what must be said to the customer, each in one of several ways;
-    secret: what must not.
+    secret: what must not. why: the reason to refuse it, None where it is allowed. reads: what has to be looked up before it is
+    told or refused.
     """
 
     kind: str
@@ -55,6 +58,8 @@ class Request:
     change: tuple[str, dict[str, Any]] | None = None
     tell: tuple[tuple[str, ...], ...] = ()
     secret: tuple[str, ...] = ()
+    why: Reason | None = None
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -75,23 +80,33 @@ class _Draw:
         known = self.rng.random() < chance
         return {"number": f"It is {number}." if known else "I do not have the number at hand."}
 
+    def no(self, why: Reason, read: str) -> dict[str, Any]:
+        """What a request has that is refused; nothing for one that is allowed."""
+        return {} if self.allowed else {"why": why, "reads": (read,)}
+
     def order(self, status: str, delivered: int = 0, **how: Any) -> str:
         return self.maker.order(self.customer, self.thing, status, delivered, **how)
 
 
 def _refund(d: _Draw) -> Request:
+    why: Reason = "time"
     if d.allowed:
         number = d.order("delivered", d.rng.randint(1, 30))
     else:
         late, recent = d.rng.randint(31, 60), d.rng.randint(1, 30)
-        status, delivered, sale = d.rng.choice((("delivered", late, False), ("delivered", recent, True), ("shipped", 0, False)))
+        cases: tuple[tuple[str, int, bool, Reason], ...] = (
+            ("delivered", late, False, "time"),
+            ("delivered", recent, True, "sale"),
+            ("shipped", 0, False, "status"),
+        )
+        status, delivered, sale, why = d.rng.choice(cases)
         number = d.order(status, delivered, sale=sale)
     price = str(d.maker.records["orders"][number]["price"])
     asks = d.rng.random() < 0.4
     wish = f"I want my money back for the {d.thing}." + " How much will that be?" * asks
     facts = d.number(number) | {"reason": "I do not like it."}
     tell = ((price,),) if asks and d.allowed else ()
-    return Request("refund", d.thing, number, wish, d.allowed, facts, ("refund", {"order": number}), tell)
+    return Request("refund", d.thing, number, wish, d.allowed, facts, ("refund", {"order": number}), tell, **d.no(why, number))
 
 
 def _exchange(d: _Draw) -> Request:
@@ -102,14 +117,16 @@ def _exchange(d: _Draw) -> Request:
         d.maker.records["stock"][d.thing][wanted] = 0
     wish = f"I need the {d.thing} in another size."
     facts = d.number(number) | {"size": f"I need size {wanted}.", "reason": "It does not fit."}
-    return Request("exchange", d.thing, number, wish, d.allowed, facts, ("exchange", {"order": number, "size": wanted}))
+    no = d.no("time", number) if late else d.no("stock", d.thing)
+    return Request("exchange", d.thing, number, wish, d.allowed, facts, ("exchange", {"order": number, "size": wanted}), **no)
 
 
 def _cancel(d: _Draw) -> Request:
     number = d.order("pending" if d.allowed else "shipped")
     wish = f"Please cancel my order of the {d.thing}."
     facts = d.number(number) | {"reason": "I have found a cheaper one."}
-    return Request("cancel", d.thing, number, wish, d.allowed, facts, ("cancel", {"number": number}))
+    no = d.no("status", number)
+    return Request("cancel", d.thing, number, wish, d.allowed, facts, ("cancel", {"number": number}), **no)
 
 
 def _address(d: _Draw) -> Request:
@@ -117,14 +134,16 @@ def _address(d: _Draw) -> Request:
     new = address(d.rng)
     wish = f"Please send the {d.thing} to another address than the one I gave."
     facts = d.number(number) | {"address": f"Send it to {new}."}
-    return Request("address", d.thing, number, wish, d.allowed, facts, ("change_address", {"order": number, "address": new}))
+    change = ("change_address", {"order": number, "address": new})
+    return Request("address", d.thing, number, wish, d.allowed, facts, change, **d.no("status", number))
 
 
 def _cancel_stay(d: _Draw) -> Request:
     number = d.maker.stay(d.customer, d.thing, d.rng.randint(7, 60) if d.allowed else d.rng.randint(1, 6))
     wish = f"I cannot come to {d.thing}, please cancel that."
     facts = d.number(number) | {"reason": "I have broken my leg."}
-    return Request("cancel", d.thing, number, wish, d.allowed, facts, ("cancel", {"number": number}))
+    no = d.no("time", number)
+    return Request("cancel", d.thing, number, wish, d.allowed, facts, ("cancel", {"number": number}), **no)
 
 
 def _look_up(d: _Draw) -> Request:
@@ -135,7 +154,8 @@ def _look_up(d: _Draw) -> Request:
         number = d.order(d.rng.choice(("pending", "shipped", "delivered")), d.rng.randint(1, 60))
     found = {**d.maker.records["orders"], **d.maker.records["reservations"]}[number][asked]
     name = f"my stay in {d.thing}" if d.thing in HUTS else f"my order of the {d.thing}"
-    return Request("lookup", d.thing, number, TELLS[asked].format(name), True, d.number(number), tell=(ways_to_say(found),))
+    wish, tell = TELLS[asked].format(name), (ways_to_say(found),)
+    return Request("lookup", d.thing, number, wish, True, d.number(number), tell=tell, reads=(number,))
 
 
 def _friends(d: _Draw) -> Request:
@@ -149,7 +169,8 @@ def _friends(d: _Draw) -> Request:
             (f"Please cancel the {d.thing} of my friend.", ("cancel", {"number": number})),
         )
     )
-    return Request("friend", d.thing, number, wish, False, d.number(number, 1.0), change, secret=(secret,))
+    no = d.no("others", d.customer)
+    return Request("friend", d.thing, number, wish, False, d.number(number, 1.0), change, secret=(secret,), **no)
 
 
 def _damage(d: _Draw) -> Request:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 STATUSES = {"pending", "shipped", "delivered"}
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
-_DATE = re.compile(
+DATE = re.compile(
     rf"\d{{4}}-\d\d-\d\d|\b\d{{1,2}}(?:st|nd|rd|th)?(?: of)? (?:{_MONTHS})\b|\b(?:{_MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?\b",
     re.IGNORECASE,
 )
@@ -26,8 +26,8 @@ def told(ways: Sequence[str], said: str, known: str) -> bool:
     if ways[0] in STATUSES:
         return not any(said_in(other, said) for other in STATUSES - {ways[0]})
     if len(ways) > 1:
-        return len(_others(_DATE, said, ways, known)) <= _OTHER_DATES
-    return len(_others(_NUMBER, _DATE.sub(" ", said), ways, known)) <= _OTHER_NUMBERS
+        return len(_others(DATE, said, ways, known)) <= _OTHER_DATES
+    return len(_others(_NUMBER, DATE.sub(" ", said), ways, known)) <= _OTHER_NUMBERS
 
 
 def said_in(text: str, said: str) -> bool:

@@ -4,7 +4,9 @@ A message without a tool call is said to the customer, who answers. The conversa
 when the agent transfers them to a human. It is a success if, at its end,
 
 - the records are what they should be: changed by what was asked for and is allowed, and by nothing else;
-- the customer was told what they asked to know, and no choice of answers (`telling`); and nothing that is somebody else's.
+- the customer was told what they asked to know, and no choice of answers (`telling`); and nothing that is somebody else's;
+- what policy forbids was refused, with the reason, and no choice of reasons (`refusing`);
+- what was told, and why it was refused, was looked up: a guess that is right is worth nothing.
 
 Promises:
 - a wish of one kind about one thing (a refund of the blue jacket) is trained on or held out (`requests`);
@@ -27,6 +29,7 @@ from troupe.envs.base import Task, ToolCall, Turn
 from troupe.envs.desk import records as desk
 from troupe.envs.desk.customer import Customer, Modelled, Reply, Scripted
 from troupe.envs.desk.player import Player
+from troupe.envs.desk.refusing import refused
 from troupe.envs.desk.requests import POLICY, Request, requests
 from troupe.envs.desk.telling import said_in, told
 from troupe.envs.endpoint import Endpoint
@@ -135,8 +138,13 @@ class Desk(ToolWorld):
         """What is not as it should be, a line each."""
         said = " ".join(text for _, text in self.said)
         lines = StateMatch(self.expected).differences(self.records)
+        scripted = isinstance(self.user, Scripted)
         for number, wish in enumerate(self.wishes):
             here = " ".join(text for about, text in self.said if about in (None, number))
+            reasons = [one.why for one in ([wish] if scripted else self.wishes) if one.why]
+            if wish.why and not refused(wish.why, here, reasons):
+                lines.append(f"the customer was not told no, and why, for {wish.number}: {wish.why}")
+            lines += [f"not looked up: {one}" for one in wish.reads if one not in self.known]
             known = " ".join((*self.heard, wish.number, desk.TODAY.isoformat()))
             lines += [f"the customer was not told: {ways[0]}" for ways in wish.tell if not told(ways, here, known)]
             lines += [f"the customer was told what is not theirs: {text}" for text in wish.secret if said_in(text, said)]
@@ -188,6 +196,8 @@ class Desk(ToolWorld):
     @tool
     def exchange(self, order: Order, size: str) -> str:
         """Exchange for another size."""
+        if found := self.records["orders"].get(order):
+            self.known.add(found["item"])  # it says so if there is none
         return desk.exchange(self.records, order, size)
 
     @tool

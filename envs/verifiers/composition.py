@@ -28,6 +28,7 @@ from typing import Any
 from troupe.envs.base import finite
 from troupe.envs.drive import killable, leashed, told
 from troupe.envs.tools import Rewards
+from troupe.envs.verifiers.bounds import number, seconds
 from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, nearest
 
 Verifier = Callable[[Any], float | Awaitable[float]]
@@ -63,7 +64,7 @@ class Composition:
     gate: the part, or "outcome", that must reach `passes` for the other parts to count; None: all count. passes: the score
     (before its weight) that is a success, and opens the gate. weights: of the outcome and the parts, 1 where not given.
     partial: whether an outcome below `passes` is worth its score; else it is worth 0. timeout_s: for each verifier.
-    Raises ConfigError for names that are not there.
+    Raises ConfigError for names that are not there, and for numbers that are none.
     """
 
     def __init__(
@@ -85,8 +86,11 @@ class Composition:
             if name not in self.verifiers:
                 near = nearest(name, self.verifiers)
                 raise ConfigError(f"Composition: no part '{name}' for a {what}.{near} Known: {', '.join(self.verifiers)}")
-        self.gate, self.passes, self.partial, self.timeout_s = gate, passes, partial, timeout_s
-        self.weights = {name: float((weights or {}).get(name, 1.0)) for name in self.verifiers}
+        self.gate, self.partial = gate, partial
+        self.passes = number("Composition: passes", passes)
+        self.timeout_s = seconds("Composition: timeout_s", timeout_s)
+        given = {name: number(f"Composition: the weight of '{name}'", value) for name, value in (weights or {}).items()}
+        self.weights = dict.fromkeys(self.verifiers, 1.0) | given
 
     async def __call__(self, subject: Any) -> Rewards:
         """What `subject` is worth. Raises EnvironmentFailed, or the EpisodeError of a verifier."""

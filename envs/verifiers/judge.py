@@ -22,6 +22,7 @@ from pydantic_core import to_jsonable_python
 
 from troupe.envs.base import action_of, finite
 from troupe.envs.endpoint import Endpoint
+from troupe.envs.verifiers.bounds import number, seconds
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 Scale = Literal["yes_no", "number"] | Callable[[str], float | None]
@@ -69,7 +70,7 @@ class Judge:
         self.values = dict(values or {})
         _check(prompt, {"answer", *self.values})
         self.prompt, self.system, self.scale = prompt, system, scale
-        self.model, self.attempts, self.timeout_s = model, attempts, timeout_s
+        self.model, self.attempts, self.timeout_s = model, attempts, seconds("Judge: timeout_s", timeout_s)
         self.endpoint = Endpoint(
             model,
             base_url,
@@ -77,7 +78,7 @@ class Judge:
             retries=retries,
             timeout_s=timeout_s,
             max_tokens=max_tokens,
-            temperature=temperature,
+            temperature=number("Judge: temperature", temperature),
             api_key=api_key,
         )
 

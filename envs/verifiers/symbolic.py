@@ -3,6 +3,8 @@
 Promises:
 - reading and comparing happen in a child process, one for each process: what computes for ever or takes all memory (9^9^9^9)
   is killed with it, and the next question gets a new one;
+- what is compared is what an answer ends with: what stands in its last \\boxed{}, if it has one. A tuple is read as a whole. An
+  equation is read as its right side, and is wrong if two numbers in it are not equal;
 - an answer in which nothing mathematical is found is wrong. A comparison that is not done in time breaks the episode (law 6).
 """
 
@@ -19,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from troupe.envs.verifiers.bounds import seconds
 from troupe.protocol.errors import ConfigError, EnvironmentFailed, TaskFailed
 
 _CHILD = Path(__file__).with_name("math_child.py")
@@ -28,17 +31,17 @@ _READ = 20_000  # characters of an answer, the last ones
 
 
 class Symbolic:
-    """1 if the answer equals `expected`, else 0. Both are text with LaTeX or plain expressions; the answer may be the last of
-    many. timeout_s: for one comparison.
+    """1 if the answer equals `expected`, else 0. Both are text with LaTeX, between marks or not, or plain expressions; the
+    answer may be the last of many. timeout_s: for one comparison.
 
-    Raises ConfigError where math-verify is not installed; TaskFailed if nothing mathematical is in `expected`;
-    EnvironmentFailed if there is no verdict in time.
+    Raises ConfigError where math-verify is not installed, or for a time that is none; TaskFailed if nothing mathematical is in
+    `expected`; EnvironmentFailed if there is no verdict in time.
     """
 
     def __init__(self, expected: str, *, timeout_s: float = 10.0) -> None:
         if find_spec("math_verify") is None:
             raise ConfigError("Symbolic needs the package math-verify: pip install 'troupe-rl[math]'")
-        self.expected, self.timeout_s = expected, timeout_s
+        self.expected, self.timeout_s = expected, seconds("Symbolic: timeout_s", timeout_s)
 
     def __call__(self, answer: str) -> float:
         verdict = _ask({"expected": self.expected, "answer": answer[-_READ:]}, self.timeout_s)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from troupe.envs import sandbox
 from troupe.envs.sandbox import Sandbox, SandboxSettings
 from troupe.envs.verifiers import tests_child
+from troupe.envs.verifiers.bounds import seconds
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 _MOST = 48 * 1024  # characters of all expected values together: they have to fit into a sandbox's output
@@ -87,7 +88,8 @@ class UnitTests:
             raise ConfigError(f"UnitTests: there is at least one test, and expected values have {_MOST} characters together")
         self.tests = tuple(tests)
         self.module, self.imports = module, imports or f"from {module} import *"
-        self.each_s, self.all_s = each_s, all_s
+        seconds("UnitTests: each_s", each_s)
+        self.each_s, self.all_s = each_s, seconds("UnitTests: all_s", all_s)
         self._sandboxes = sandboxes or _Opened()
         self._last: tuple[Program, Report] | None = None
 

@@ -33,6 +33,13 @@ def refuse() -> str:
     raise ToolError("the till is locked")
 
 
+@server.tool(description="Tell all. " * 100)
+def recite(characters: int, fail: bool = False) -> str:
+    if fail:
+        raise ToolError("x" * characters)
+    return "x" * characters
+
+
 @server.tool()
 async def wait() -> str:
     """Wait for ever."""

@@ -11,6 +11,8 @@ from troupe.envs.base import Task, ToolCall, belongs
 from troupe.envs.check import player_score
 from troupe.envs.desk import records as desk
 from troupe.envs.desk.customer import Scripted
+from troupe.envs.desk.player import _WHY
+from troupe.envs.desk.refusing import refused
 from troupe.envs.desk.requests import KINDS, Request, _Draw, ways_to_say
 from troupe.envs.desk.telling import told
 from troupe.envs.desk.world import Desk
@@ -55,6 +57,25 @@ async def played(driver, noise=0.0, rng=None):
     raise AssertionError("the player does not come to an end")
 
 
+async def read_all(driver):
+    """Finds the customer, and looks up whatever there is."""
+    records = driver.world.records
+    await driver.call("find_customer", {"email": records["customers"][driver.world.customer]["email"]})
+    for number in (*records["orders"], *records["reservations"]):
+        await driver.call("look_up", {"number": number})
+    for item in records["stock"]:
+        await driver.call("stock", {"item": item})
+
+
+async def said_to_the_end(driver, message):
+    """What it is worth to say the same again and again."""
+    for _ in range(12):
+        turn = await driver.step(message)
+        if turn.done:
+            return turn.reward
+    return (await driver.verify()).reward
+
+
 # -- what is paid --------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +113,7 @@ async def test_what_the_customer_asks_to_know_has_to_be_told_as_it_is():
     for said, reward in (("{}", 1.0), ("It is 9{}.", 0.0), ("", 0.0), ("Let me think. {}-1", 0.0)):
         driver, wish, _ = await of_kind("lookup", True)
         told = wish.tell[0][0]
+        await driver.call("look_up", {"number": wish.number})
         turn = await driver.step(f"So: {said.format(told)}")
         assert turn.done and turn.reward == reward and (f"not told: {told}" in turn.text) is (reward == 0.0)
 
@@ -107,6 +129,7 @@ async def test_who_recites_every_answer_has_told_none():
             driver, _ = await opened(seed=seed, requests=1)
             if driver.world.wishes[0].tell:
                 asked += 1
+                await read_all(driver)
                 turn = await driver.step(", ".join(shot))
                 assert turn.reward == 0.0, (driver.world.wishes, shot)
     assert asked > 20
@@ -126,6 +149,70 @@ async def test_who_recites_every_answer_has_told_none():
 )
 def test_an_answer_may_have_company_but_no_rivals(answer, said, right):
     assert told(ways_to_say(answer), said, "It is O123.") is right
+
+
+RECITAL = (
+    "I am sorry, I cannot do that: it is shipped, it was delivered more than 30 days ago, you bought it on sale, it is not in "
+    "stock, and it is somebody else's."
+)
+
+
+@pytest.mark.parametrize("forbidden", [0.3, 1.0])
+@pytest.mark.parametrize("message", ["", "I cannot do that.", "I am sorry, that is against our policy.", "Goodbye", RECITAL])
+async def test_who_says_the_same_to_everybody_serves_and_refuses_nobody(message, forbidden):
+    for seed in range(30):
+        for split in ("train", "heldout"):
+            driver, _ = await opened(split, seed, forbidden=forbidden)
+            if forbidden == 1.0:
+                await read_all(driver)
+            assert await said_to_the_end(driver, message) == 0.0, driver.world.wishes
+
+
+@pytest.mark.parametrize("kind", ["refund", "exchange", "cancel", "address", "friend"])
+async def test_a_refusal_says_no_says_why_and_is_looked_up(kind):
+    no = "I am sorry, I cannot do that"
+    driver, wish, _ = await of_kind(kind, False)
+    wrong = "sale" if wish.why != "sale" else "others"
+    why = driver.world.player._no(wish)
+    assert why.startswith(no)
+    shots = [(why, True, 1.0), (why, False, 0.0), (f"{no}.", True, 0.0), (why.removeprefix(no), True, 0.0)]
+    shots.append((f"{no}: {_WHY[wrong]}.", True, 0.0))
+    for said, looked_up, reward in shots:
+        driver, _, _ = await of_kind(kind, False)
+        if looked_up:
+            await read_all(driver)
+        assert await said_to_the_end(driver, said) == reward, (said, looked_up)
+
+
+async def test_what_is_told_was_looked_up():
+    driver, wish, _ = await of_kind("lookup", True)
+    turn = await driver.step(f"It is {wish.tell[0][0]}.")
+    assert turn.done and turn.reward == 0.0 and f"(not looked up: {wish.number})" in turn.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "said", "right"),
+    [
+        ("status", "Unfortunately your cap has already been shipped, so it can't be cancelled.", True),
+        ("status", "I’m sorry, only pending orders can be cancelled.", True),
+        ("status", "I can't refund it, because it hasn't been delivered yet.", True),
+        ("status", "It is shipped.", False),
+        ("status", "I cannot cancel it.", False),
+        ("time", "It was delivered on 3 April, 47 days ago. I cannot refund that.", True),
+        ("time", "I'm unable to: a delivered order can be refunded up to 30 days after delivery, unless bought on sale.", True),
+        ("time", "Your stay begins on 2026-05-22, so I am not able to cancel it.", True),
+        ("time", "Sorry, it was bought on sale.", False),
+        ("sale", "We don't refund what was discounted, sorry.", True),
+        ("stock", "Sorry, size L is sold out.", True),
+        ("stock", "Unfortunately there are none left in size L.", True),
+        ("others", "I can only help you with your own orders, so I can't do that.", True),
+        ("others", "I am sorry, that order belongs to another customer.", True),
+        ("others", "I am sorry, I will look.", False),
+        *((reason, RECITAL, False) for reason in ("status", "time", "sale", "stock", "others")),
+    ],
+)
+def test_a_reason_may_have_company_but_no_rivals(reason, said, right):
+    assert refused(reason, said, [reason]) is right
 
 
 async def test_what_is_somebody_elses_must_not_be_told():

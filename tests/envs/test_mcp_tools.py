@@ -99,7 +99,7 @@ def url():
 def test_tools_of_a_process_are_described_checked_and_called_beside_the_worlds_own_and_it_ends_with_the_world():
     async def play(driver):
         specs = {spec["name"]: spec for spec in driver.tools()}
-        assert list(specs) == ["own", "add", "count_coins", "refuse", "wait", "die", "pid"]
+        assert list(specs) == ["own", "add", "count_coins", "refuse", "recite", "wait", "die", "pid"]
         assert specs["add"] == {
             "name": "add",
             "description": "Put coins into the till.",
@@ -129,6 +129,21 @@ def test_tools_of_a_process_are_described_checked_and_called_beside_the_worlds_o
         return pid
 
     assert gone(driven(play, stdio()))
+
+
+def test_of_what_is_too_long_the_agent_is_told_the_beginning_and_how_much_was_left_out():
+    async def play(driver):
+        about = next(spec["description"] for spec in driver.tools() if spec["name"] == "recite")
+        assert about == f"{('Tell all. ' * 100)[:600].strip()} [400 more characters, not shown]"
+        assert (await driver.call("recite", {"characters": 600})).text == "x" * 600
+        long = (await driver.call("recite", {"characters": 200_000})).text
+        assert long == "x" * 600 + "\n[199400 more characters, not shown]"
+        with pytest.raises(InvalidAction) as error:
+            await driver.call("recite", {"characters": 200_000, "fail": True})
+        assert len(str(error.value)) < 700 and "more characters, not shown]" in str(error.value)
+
+    driven(play, stdio(longest=600))
+    assert stdio().longest == 20_000
 
 
 @pytest.mark.slow
@@ -249,6 +264,8 @@ def test_one_source_must_be_given_and_the_package_must_be_there(monkeypatch):
         McpTools()
     with pytest.raises(ConfigError, match="one of them"):
         McpTools("till", url="http://127.0.0.1")
+    with pytest.raises(ConfigError, match="longest is 0"):
+        McpTools("till", longest=0)
     monkeypatch.setattr("troupe.envs.mcp_tools.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'troupe-rl\[mcp\]'"):
         McpTools("till")

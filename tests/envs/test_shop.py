@@ -1,6 +1,9 @@
 """Shop: what is wanted can be found and bought, buying pays as WebShop's paper says, wishes are held out by their words."""
 
 import random
+import re
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -133,6 +136,47 @@ def test_a_catalogue_is_its_seed_and_its_size():
         values = [value.lower() for options in product.options.values() for value in options]
         assert len(values) == len(set(values)) and not {"buy", "back", "next page"} & set(values)
         assert len(product.nouns) == 5 and all(noun in product.title for noun in product.nouns)
+
+
+def test_a_search_cannot_tell_a_family_apart_and_each_of_it_is_another_thing_to_buy():
+    products = catalogue.stock(0, 200)
+    for start in range(0, 200, 4):
+        family = products[start : start + 4]
+        assert len({(one.name, one.text) for one in family}) == 1
+        assert sum(not one.lacks for one in family) == 2  # the others are decoys for who wants what they lack
+        assert all({*one.attributes} | {*one.lacks} == {*family[0].attributes} | {*family[0].lacks} for one in family)
+        assert not any({*one.attributes} & {*one.lacks} for one in family)
+        assert len({(one.lacks, *one.options.values(), one.price) for one in family}) == 4
+
+
+def test_what_a_product_lacks_is_seen_and_is_not_paid():
+    wish = Goal(like=SHIRT, attributes=("cotton", "quick dry"), options={"colour": "red"}, price=40)
+    decoy = replace(SHIRT, attributes=("cotton", "slim fit"), lacks=("quick dry",))
+    world = on_page(decoy, wish)
+    assert "\nattributes cotton, slim fit, not quick dry\n" in world._observation()
+    world.product = None
+    assert f"\n1 {decoy.title}, not quick dry, red blue, S L, 35 dollars\n" in world._observation()
+    assert pay(wish, decoy, {"colour": "red"}) == {"attributes": 0.25, "options": 0.25, "price": 0.25}
+
+
+def blindly(wanted: str) -> list[str]:
+    """Actions of somebody who knows the wish and reads nothing else: the first that is found, with the options, is bought."""
+    values = re.findall(r"(?:colour|size) (\w+)", wanted)
+    return [f"search[{wanted}]", "click[1]", *(f"click[{value}]" for value in values), "click[buy]"]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_who_buys_the_first_that_is_found_without_reading_it_is_seldom_right(split):
+    bought = []
+    for seed in range(200):
+        world = opened(split, seed)
+        for action in blindly(world.goal.instruction):
+            with suppress(InvalidAction):
+                turn = world.step(action)
+        bought.append(turn)
+    assert all(turn.done for turn in bought)
+    assert sum(turn.success for turn in bought) / len(bought) < 0.35
+    assert 0.5 < sum(turn.reward for turn in bought) / len(bought) < 0.8  # what matches in part is paid in part
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
