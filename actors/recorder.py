@@ -62,6 +62,7 @@ class Recorder:
         self.tokens = 0
         """Tokens of all nodes."""
         self._episode, self._rendering, self._policy = episode, rendering, policy
+        self._session = f"{episode.episode}/{episode.attempt}"
         windows = [window for window in (context_window, episode.limits.context_window) if window]
         self._window = min(windows, default=0)
         self._places, self._ends = Places(), dict[int, _End]()  # by the number of the place
@@ -90,10 +91,9 @@ class Recorder:
         prompt = np.concatenate((plan.ids, np.asarray(_ids(plan.parts), np.int32)))
         sampling = self._sampling(len(prompt), len(prompt) - len(plan.ids), max_tokens, stop)
         turn, self._turn = self._turn, self._turn + 1
-        session = f"{self._episode.episode}/{self._episode.attempt}"
         request = Generate(
-            request=f"{session}/{turn}",
-            session=session,
+            request=f"{self._session}/{turn}",
+            session=self._session,
             prompt=prompt,
             sampling=sampling,
             seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,

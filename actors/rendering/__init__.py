@@ -231,13 +231,16 @@ def context_window(folder: str) -> int:
 def text_of(message: Message) -> str:
     """The text of a message, whose content is a string, a list of parts, or nothing."""
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return content if isinstance(content, str) else ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in parts)
 
 
 def until(text: str, stops: list[str]) -> tuple[str, bool]:
     """`text` before the stop string that is complete first, and whether there is one. It was sampled, but is not said."""
+    if not stops:
+        return text, False
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
@@ -353,7 +356,10 @@ def _role(message: Message) -> str:
 
 
 def _content(message: Message) -> str:
-    if not isinstance(content := message.get("content"), str | list | None):
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | None):
         raise ConfigError(f"the content of a message is {type(content).__name__}, not text")
     return text_of(message)
 
