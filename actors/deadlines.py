@@ -1,7 +1,7 @@
 """Time limits of many waits at once: one timer for all that last equally long, instead of one each.
 
 Owns who waits with a limit on which event loop. Waits of the same length end in the order in which they began, so a timer for
-the first of them is enough; a limit then costs an entry in a dict, where `asyncio.timeout` costs a sixth of a turn. Promises,
+the first of them is enough; a limit is then an entry in a dict, where `asyncio.timeout` makes, starts and cancels a timer each time. Promises,
 as `asyncio.timeout` does:
 - a wait that is over its limit is cancelled and leaves its block as TimeoutError;
 - a cancellation by somebody else stays one, even if it comes together with the limit;
@@ -23,6 +23,8 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self.at = 0.0
+        """The moment of the loop's clock at which the wait is over."""
         self.expired = False
         """Has it ended the wait?"""
 
