@@ -1,8 +1,8 @@
 """Time limits of many waits at once: one timer for all that last equally long, instead of one each.
 
 Owns who waits with a limit on which event loop. Waits of the same length end in the order in which they began, so a timer for
-the first of them is enough; a limit is then an entry in a dict, where `asyncio.timeout` makes, starts and cancels a timer each time. Promises,
-as `asyncio.timeout` does:
+the first of them is enough; a limit is then an entry in a dict, where `asyncio.timeout` makes, starts and cancels a timer.
+Promises, as `asyncio.timeout` does:
 - a wait that is over its limit is cancelled and leaves its block as TimeoutError;
 - a cancellation by somebody else stays one, even if it comes together with the limit;
 - a wait that ends in time leaves nothing behind but the timer, which finds nobody.
