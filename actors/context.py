@@ -9,12 +9,12 @@ Promises:
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar
 
+from troupe.actors.deadlines import Deadline
 from troupe.protocol.errors import TimedOut
 from troupe.protocol.messages import Blob
 
@@ -76,11 +76,11 @@ class Context(Protocol):
 async def within(seconds: float, culprit: str, work: Awaitable[T]) -> T:
     """Awaits `work` for at most `seconds`; then TimedOut naming `culprit` (law 10)."""
     # Not wait_for: it can lose a cancellation that arrives together with the answer.
-    limit = asyncio.timeout(seconds)
+    limit = Deadline(seconds)
     try:
-        async with limit:
+        with limit:
             return await work
     except TimeoutError as error:
-        if not limit.expired():
+        if not limit.expired:
             raise
         raise TimedOut(f"{culprit} has not answered for {seconds:g} s") from error

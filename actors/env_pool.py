@@ -35,9 +35,11 @@ from troupe.actors.router import Router
 from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
 from troupe.actors.tree import Forking
-from troupe.envs import drive, registry
+from troupe.envs import registry
 from troupe.envs.base import TextWorld, ToolCall
+from troupe.envs.calls import stuck
 from troupe.envs.drive import Driver
+from troupe.envs.returned import told
 from troupe.protocol.errors import EnvironmentFailed, EpisodeError, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.latency import Histogram, Latencies, copied
 from troupe.protocol.messages import (
@@ -126,7 +128,7 @@ class EnvPool:
         if self._draining:
             raise NotReady(f"{self._context.name} takes no more episodes: it is being drained")
         if self._worn_out():
-            raise NotReady(f"{self._context.name} takes no more episodes: {drive.stuck()} of its worlds do not return")
+            raise NotReady(f"{self._context.name} takes no more episodes: {stuck()} of its worlds do not return")
         if len(self._running) >= 2 * self._slots:
             raise Overloaded(f"{self._context.name} runs {len(self._running)} episodes and has {self._slots} slots")
         if key in self._running:
@@ -138,7 +140,7 @@ class EnvPool:
         finally:
             self._running.discard(key)
             if self._worn_out() and not self._running:
-                self._context.die(f"{drive.stuck()} worlds of '{self._world.__name__}' do not return and cannot be ended")
+                self._context.die(f"{stuck()} worlds of '{self._world.__name__}' do not return and cannot be ended")
 
     async def cancel(self, message: CancelEpisode) -> Ack:
         """Ends an attempt, or with an empty name everything; what it had is deposited as cancelled."""
@@ -206,7 +208,7 @@ class EnvPool:
             os.getpid(),
             load=len(self._running),
             busy=len(self._running) / self._slots,
-            detail={"slots": self._slots, "reissued": self._router.reissued, "stuck": drive.stuck(), "late": self._late},
+            detail={"slots": self._slots, "reissued": self._router.reissued, "stuck": stuck(), "late": self._late},
             latency=copied(self._latency),
             born=self._born,
             lag=self._lag,
@@ -331,7 +333,7 @@ class EnvPool:
             self._late = str(error)
 
     def _worn_out(self) -> bool:
-        return drive.stuck() > _STUCK * self._slots
+        return stuck() > _STUCK * self._slots
 
     def _driver(self, seconds: float, spent: defaultdict[str, float] | None = None) -> Driver:
         """Drives a new world. spent: to which the seconds of its calls are added."""
@@ -361,7 +363,7 @@ class EnvPool:
         """Decided here, where the error is known: what the world says about its task, and all else is infrastructure."""
         kind = error.kind if isinstance(error, EpisodeError) else "infrastructure"
         where = f"{self._context.name}: {self._world.__name__} (task {message.task.id}, seed {message.task.seed})"
-        text = drive.told(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {drive.told(error)}"
+        text = told(error) if isinstance(error, TroupeError) else f"{type(error).__name__}: {told(error)}"
         return Failure(kind, type(error).__name__, text, where)
 
 

@@ -27,6 +27,7 @@ import ray.actor
 import ray.exceptions
 
 from troupe.actors.context import Blobs, Clock
+from troupe.actors.deadlines import Deadline
 from troupe.protocol import codec
 from troupe.protocol.errors import ActorLost, NotReady, PackedError, RemoteError, TimedOut, TroupeError, pack, unpack
 from troupe.protocol.messages import Ack, Blob
@@ -86,7 +87,7 @@ class _Method:
         try:
             handle = proxy.handle()
             group = handle.control if self._name in _CONTROL else handle.call
-            async with asyncio.timeout(LONGEST_CALL_S):
+            with Deadline(LONGEST_CALL_S):
                 reply, refs = await group.remote(self._name, data, blobs)
         except _LOST as error:
             proxy.forget()
@@ -267,8 +268,7 @@ class _Hosted:
             if hasattr(actor, "start"):
                 await actor.start()
             self._actor = actor
-            gc.collect()
-            gc.freeze()  # what was imported and started lives as long as this process: no later collection need look at it
+            settle()
         except Exception as error:
             return self._packed(error, "start")
         return os.getpid()
@@ -298,6 +298,14 @@ class _Hosted:
         if not isinstance(error, TroupeError) or isinstance(error, RemoteError):
             traceback.print_exc(file=sys.stderr)
         return pack(error, where=f"{self._name}.{method}")
+
+
+def settle() -> None:
+    """Makes collections cheap, once an actor has started. What was imported and started lives as long as the process: none need
+    look at it. What comes later is mostly freed without one, so they may be rare: each would go over all that is in flight."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 5, 5)
 
 
 def _first_line(error: BaseException) -> str:

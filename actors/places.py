@@ -43,12 +43,9 @@ class Places:
         seen = self._seen.get(agent)
         if seen is None or seen.root != root:
             seen = self._seen[agent] = _Seen(root, [], [self._number(0, agent, root)], [0])
-        same = 0
-        for stamp, message in zip(seen.stamps, messages, strict=False):
-            if (message if type(stamp) is dict else repr(message)) != stamp:
-                break
-            same += 1
-        del seen.stamps[same:], seen.places[same + 1 :], seen.sizes[same + 1 :]
+        if (same := len(seen.stamps)) > len(messages) or seen.stamps != messages[:same]:
+            same = _same(seen.stamps, messages)
+            del seen.stamps[same:], seen.places[same + 1 :], seen.sizes[same + 1 :]
         for message in messages[same:]:
             seen.stamps.append(_stamp(message))
             seen.places.append(self.after(seen.places[-1], message))
@@ -64,6 +61,14 @@ class Places:
 
     def _number(self, *said: Any) -> int:
         return self._numbers.setdefault(said, len(self._numbers) + 1)
+
+
+def _same(stamps: list[Message | str], messages: list[Message]) -> int:
+    """How many of the first messages are as they were."""
+    for count, (stamp, message) in enumerate(zip(stamps, messages, strict=False)):
+        if (message if type(stamp) is dict else repr(message)) != stamp:
+            return count
+    return min(len(stamps), len(messages))
 
 
 def _stamp(message: Message) -> Message | str:

@@ -27,6 +27,7 @@ _LONGEST_TOKEN = 64
 """Characters that a token has at most, on average over a long text."""
 _NO_IDS = np.zeros(0, np.int32)
 _NO_LOGPROBS = np.zeros(0, np.float32)
+_NOTHING = Part(0, _NO_IDS, np.zeros(0, np.uint8))
 
 
 class Speaks(Protocol):
@@ -62,6 +63,7 @@ class Recorder:
         self.tokens = 0
         """Tokens of all nodes."""
         self._episode, self._rendering, self._policy = episode, rendering, policy
+        self._session = f"{episode.episode}/{episode.attempt}"
         windows = [window for window in (context_window, episode.limits.context_window) if window]
         self._window = min(windows, default=0)
         self._places, self._ends = Places(), dict[int, _End]()  # by the number of the place
@@ -87,13 +89,12 @@ class Recorder:
         self._refuse_if_hopeless(characters)
         place, plan = places[-1], self._plan(places, messages, tools, agent)
         opening = len(plan.parts[-1].ids)
-        prompt = np.concatenate((plan.ids, np.asarray(_ids(plan.parts), np.int32)))
+        prompt = _ids(plan.parts, plan.ids)
         sampling = self._sampling(len(prompt), len(prompt) - len(plan.ids), max_tokens, stop)
         turn, self._turn = self._turn, self._turn + 1
-        session = f"{self._episode.episode}/{self._episode.attempt}"
         request = Generate(
-            request=f"{session}/{turn}",
-            session=session,
+            request=f"{self._session}/{turn}",
+            session=self._session,
             prompt=prompt,
             sampling=sampling,
             seed=(self._episode.seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF,
@@ -114,9 +115,9 @@ class Recorder:
             told = f"{len(answer.logprobs)} logprobs and {len(answer.versions)} versions"
             raise ValueError(f"'{answer.generator}' answered with {len(sampled)} tokens but {told}")
         said, text = self._rendering.parse(sampled, prompt, tools), self._rendering.decode(sampled)
-        parent = self._record_prompt(plan, prompt, messages, agent, step)
+        parent = self._record_prompt(plan, messages, agent, step)
         ids = np.concatenate((prompt, answer.tokens), dtype=np.int32)
-        provenance = _marks(TEMPLATE, opening) + _marks(POLICY, len(sampled))
+        provenance: UInt8 = np.frombuffer(_marks(TEMPLATE, opening) + _marks(POLICY, len(sampled)), np.uint8)
         own = ids[len(prompt) - opening :].copy()
         node = self._add(parent, "assistant", agent, step, own, provenance, text, answer.logprobs, answer.versions)
         reply = Reply(
@@ -151,29 +152,29 @@ class Recorder:
         """Walks along the nodes that hold the plan's first ids already; what is left of its parts is new."""
         *told, opening = plan.parts
         if not self._children.get((plan.parent, agent)):  # nothing was ever said from there
-            plan.parts = [*(part for part in told if part.ids), opening]
+            plan.parts = [*[part for part in told if len(part.ids)], opening]
             return plan
         ids, at = _ids(told), 0
         while held := [c for c in self._children.get((plan.parent, agent), ()) if self._holds(c, ids, at)]:
             plan.parent = held[0]
             at += len(self.nodes[held[0]].tokens)
-        plan.ids = np.concatenate((plan.ids, np.asarray(ids[:at], np.int32)))
+        plan.ids = np.concatenate((plan.ids, ids[:at]))
         left: list[Part] = []
-        carried = Part(0)
+        carried = _NOTHING
         for part in told:
-            rest = Part(part.message, carried.ids + part.ids[at:], carried.provenance + part.provenance[at:])
+            rest = _behind(carried, part, at)
             partly = 0 < at < len(part.ids)
             at = max(0, at - len(part.ids))
             # The scaffold after a turn that was recorded whole belongs to what comes next, as in an extension.
-            carried = rest if partly and not any(p != TEMPLATE for p in rest.provenance) else Part(0)
-            if rest.ids and rest is not carried:
+            carried = rest if partly and bool((rest.provenance == TEMPLATE).all()) else _NOTHING
+            if len(rest.ids) and rest is not carried:
                 left.append(rest)
-        plan.parts = [*left, Part(-1, carried.ids + opening.ids, carried.provenance + opening.provenance)]
+        plan.parts = [*left, _behind(carried, opening)]
         return plan
 
-    def _holds(self, node: int, ids: list[int], at: int) -> bool:
+    def _holds(self, node: int, ids: Int32, at: int) -> bool:
         tokens = self.nodes[node].tokens
-        return 0 < len(tokens) <= len(ids) - at and tokens.tolist() == ids[at : at + len(tokens)]
+        return 0 < len(tokens) <= len(ids) - at and np.array_equal(tokens, ids[at : at + len(tokens)])
 
     # -- limits ------------------------------------------------------------------------------------------------------
 
@@ -206,16 +207,14 @@ class Recorder:
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
-    def _record_prompt(self, plan: _Plan, prompt: Int32, messages: list[Message], agent: str, step: int) -> int:
+    def _record_prompt(self, plan: _Plan, messages: list[Message], agent: str, step: int) -> int:
         """Adds a node for each new message of the prompt. Returns the last one."""
-        parent, at = plan.parent, len(plan.ids)
+        parent = plan.parent
         for part in plan.parts[:-1]:
-            message, ids = messages[part.message], prompt[at : at + len(part.ids)].copy()
-            at += len(ids)
+            message = messages[part.message]
             role = str(message.get("role", ""))
-            parent = self._add(
-                parent, role, agent, -1 if role == "system" else step, ids, bytearray(part.provenance), text_of(message)
-            )
+            step_of = -1 if role == "system" else step
+            parent = self._add(parent, role, agent, step_of, part.ids, part.provenance, text_of(message))
         return parent
 
     def _add(
@@ -225,21 +224,26 @@ class Recorder:
         agent: str,
         step: int,
         ids: Int32,
-        provenance: bytearray,
+        provenance: UInt8,
         text: str,
         logprobs: Float32 = _NO_LOGPROBS,
         versions: Int32 = _NO_IDS,
     ) -> int:
-        origin: UInt8 = np.frombuffer(provenance, np.uint8)
-        self.nodes.append(Node(parent, role, step, ids, origin, logprobs, versions, text, agent))
+        self.nodes.append(Node(parent, role, step, ids, provenance, logprobs, versions, text, agent))
         self.tokens += len(ids)
         number = len(self.nodes) - 1
         self._children.setdefault((parent, agent), []).append(number)
         return number
 
 
-def _ids(parts: list[Part]) -> list[int]:
-    return [id_ for part in parts for id_ in part.ids]
+def _ids(parts: list[Part], before: Int32 = _NO_IDS) -> Int32:
+    return np.concatenate((before, *[part.ids for part in parts]))
+
+
+def _behind(carried: Part, part: Part, at: int = 0) -> Part:
+    """What is left of `part` from its id number `at` on, behind what is `carried` over to it."""
+    ids, provenance = (carried.ids, part.ids[at:]), (carried.provenance, part.provenance[at:])
+    return Part(part.message, np.concatenate(ids), np.concatenate(provenance))
 
 
 def _marks(provenance: int, count: int) -> bytearray:

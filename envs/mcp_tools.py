@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from troupe.envs import json_schema
-from troupe.envs.drive import told
+from troupe.envs.returned import told
 from troupe.envs.tools import Tool, ToolWorld, short
 from troupe.protocol.errors import ConfigError, EnvironmentFailed, InvalidAction, nearest
 

@@ -101,8 +101,8 @@ def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def worlds_that_a_test_left_stuck_are_not_the_next_ones() -> Iterator[None]:
-    """A coroutine that swallows its cancellation is counted until its process ends (`drive.stuck`)."""
+    """A coroutine that swallows its cancellation is counted until its process ends (`calls.stuck`)."""
     yield
-    drive = sys.modules.get("troupe.envs.drive")
-    if drive is not None:
-        drive._given_up.clear()
+    calls = sys.modules.get("troupe.envs.calls")
+    if calls is not None:
+        calls._given_up.clear()

@@ -24,7 +24,8 @@ from troupe.actors.loops.base import LimitReached, Loop, Reply, Stage
 from troupe.actors.loops.react import run_call
 from troupe.actors.rendering import Message, SaidCall, Tool
 from troupe.envs.base import Task, Turn
-from troupe.envs.drive import leashed, told
+from troupe.envs.calls import leashed
+from troupe.envs.returned import told
 from troupe.protocol.errors import ConfigError, EpisodeError, InvalidAction, TroupeError, nearest
 from troupe.protocol.importing import module_at
 from troupe.protocol.trajectory import Call, Step

@@ -15,7 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from troupe.actors.rendering.tokenizer import PlainTokenizer
 from troupe.protocol.errors import ConfigError, nearest
-from troupe.protocol.trajectory import ENVIRONMENT, TEMPLATE, CallStatus, Int32
+from troupe.protocol.trajectory import ENVIRONMENT, TEMPLATE, CallStatus, Int32, UInt8
 
 Message = dict[str, Any]
 """A message as OpenAI's clients write it: role, content, and where they apply tool_calls, tool_call_id, reasoning_content."""
@@ -36,12 +36,12 @@ SMOLLM2_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Huggin
 
 @dataclass(slots=True)
 class Part:
-    """What one message adds. message: its index, -1 for the scaffold after which the agent speaks. The lists may be shared:
-    they are not to be changed."""
+    """What one message adds. message: its index, -1 for the scaffold after which the agent speaks. ids, provenance: shape [n],
+    read-only, since they are remembered and given to all who are told the same."""
 
     message: int
-    ids: list[int] = field(default_factory=list)
-    provenance: list[int] = field(default_factory=list)
+    ids: Int32
+    provenance: UInt8
 
 
 @dataclass(slots=True)
@@ -97,6 +97,7 @@ class Rendering:
         self._tokenizer, self._renderer = tokenizer, renderer
         self._appends: Appends | None = renderer if isinstance(renderer, Appends) else None
         self._written = functools.lru_cache(4096)(self._write)
+        self._opens = _scaffold(self._appends.opens() if self._appends else [])
         self._opened: dict[str, list[Part]] = {}
 
     def opening(self, messages: list[Message], tools: list[Tool] | None = None) -> list[Part]:
@@ -179,18 +180,16 @@ class Rendering:
             role, text = _role(message), _content(message)
             if role == "assistant":
                 return None
-            ids, provenance = (self._written if len(text) <= _REPEATED else self._write)(role, text)
-            if index == 0 and (close := renderer.closing(last)):
-                ids, provenance = [*close, *ids], [*[TEMPLATE] * len(close), *provenance]
-            parts.append(Part(index, ids, provenance))
-        opened = renderer.opens()
-        return [*parts, Part(-1, opened, [TEMPLATE] * len(opened))]
+            closing = () if index else tuple(renderer.closing(last))
+            parts.append(Part(index, *(self._written if len(text) <= _REPEATED else self._write)(closing, role, text)))
+        return [*parts, self._opens]
 
-    def _write(self, role: str, text: str) -> tuple[list[int], list[int]]:
-        """A message of that text, which may be hostile: ids and provenance."""
+    def _write(self, closing: tuple[int, ...], role: str, text: str) -> tuple[Int32, UInt8]:
+        """A message of that text, which may be hostile, and what closes the turn before it: ids and provenance."""
         assert self._appends is not None
         ids, says = self._appends.written(role, self._tokenizer.guard(text))
-        return ids, [ENVIRONMENT if one else TEMPLATE for one in says]
+        marks = [ENVIRONMENT if one else TEMPLATE for one in says]
+        return _fixed([*closing, *ids], np.int32), _fixed([*[TEMPLATE] * len(closing), *marks], np.uint8)
 
 
 @functools.lru_cache(maxsize=16)
@@ -231,13 +230,16 @@ def context_window(folder: str) -> int:
 def text_of(message: Message) -> str:
     """The text of a message, whose content is a string, a list of parts, or nothing."""
     content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
-    return content if isinstance(content, str) else ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in parts)
 
 
 def until(text: str, stops: list[str]) -> tuple[str, bool]:
     """`text` before the stop string that is complete first, and whether there is one. It was sampled, but is not said."""
+    if not stops:
+        return text, False
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(found)[1]], True) if found else (text, False)
 
@@ -353,7 +355,10 @@ def _role(message: Message) -> str:
 
 
 def _content(message: Message) -> str:
-    if not isinstance(content := message.get("content"), str | list | None):
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | None):
         raise ConfigError(f"the content of a message is {type(content).__name__}, not text")
     return text_of(message)
 
@@ -379,18 +384,29 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 def _parts(made: Any, start: int, count: int) -> list[Part]:
     """The ids from `start` on, by message; ids of no message go with the one before them, those at the end open the turn."""
-    parts = [Part(index) for index in range(count)]
-    opening = Part(-1)
+    ids: list[list[int]] = [[] for _ in range(count + 1)]  # the last are those that open the turn
+    marks: list[list[int]] = [[] for _ in range(count + 1)]
     indices = made.message_indices[start:]
     content = made.is_content[start:] if made.is_content else [index >= 0 for index in indices]
     last = max((at for at, index in enumerate(indices) if index >= 0), default=-1)
     current = 0
     for at, (id_, index, says) in enumerate(zip(made.token_ids[start:], indices, content, strict=True)):
         current = max(current, index)
-        part = parts[current] if at <= last and parts else opening
-        part.ids.append(id_)
-        part.provenance.append(ENVIRONMENT if says else TEMPLATE)
-    return [*parts, opening]
+        part = current if at <= last and count else count
+        ids[part].append(id_)
+        marks[part].append(ENVIRONMENT if says else TEMPLATE)
+    numbers = [*range(count), -1]
+    return [Part(n, _fixed(i, np.int32), _fixed(m, np.uint8)) for n, i, m in zip(numbers, ids, marks, strict=True)]
+
+
+def _scaffold(ids: list[int]) -> Part:
+    return Part(-1, _fixed(ids, np.int32), _fixed([TEMPLATE] * len(ids), np.uint8))
+
+
+def _fixed(values: list[int], dtype: Any) -> Any:
+    array = np.array(values, dtype)
+    array.flags.writeable = False
+    return array
 
 
 _STATUS: dict[str, tuple[CallStatus, str]] = {

@@ -17,7 +17,6 @@ from renderers import (
     ParsedToolCall,
     RenderedTokens,
     ToolCallParseStatus,
-    attribute_text_segments,
     extract_message_tool_names,
     reject_assistant_in_extension,
 )
@@ -136,9 +135,10 @@ class ChatMLRenderer:
         return self._newline if last == self._end else [self._end, *self._newline]
 
     def written(self, role: str, text: str) -> tuple[list[int], list[bool]]:
-        pairs = attribute_text_segments(self._tokenizer, [(f"{role}\n", False), (text, True)])
-        ids = [self._start, *(id_ for id_, _ in pairs), self._end, *self._newline]
-        return ids, [False, *(content for _, content in pairs), False, *[False] * len(self._newline)]
+        head, made = len(role) + 1, self._tokenizer(f"{role}\n{text}")  # in one piece: tokens may cross the newline
+        ids = [self._start, *made["input_ids"], self._end, *self._newline]
+        says = [begin >= head for begin, _ in made["offset_mapping"]]
+        return ids, [False, *says, False, *[False] * len(self._newline)]
 
     def opens(self) -> list[int]:
         return self._opening

@@ -38,6 +38,8 @@ _GRACE_S = 3.0
 _START_S = 60.0
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _STACK = "stack"
+_BESIDE = ("drive.py", "calls.py", "returned.py", "registry.py")
+"""Files of ours beside the check's own folder that may stand on the stack of a world's call."""
 
 
 def examine(
@@ -173,7 +175,9 @@ class _Watched:
 def _within(file: str, folder: str) -> bool:
     """Is it one of the check's own files? A built-in world is not."""
     path = Path(file).resolve()
-    return path.parent.name == "check" or (path.name in ("drive.py", "registry.py") and str(path.parent) == folder)
+    return path.parent.name == "check" or (
+        path.name in ("drive.py", "calls.py", "returned.py", "registry.py") and str(path.parent) == folder
+    )
 
 
 def _report_of(found: dict[str, Any]) -> Report:

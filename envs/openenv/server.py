@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from troupe.envs import drive
+from troupe.envs import calls
 from troupe.envs.openenv import mcp, wire
 from troupe.envs.openenv.session import Session, text_of
 from troupe.envs.openenv.sessions import Sessions
@@ -65,7 +65,7 @@ def _look(app: FastAPI, sessions: Sessions) -> None:
     @app.get("/health")
     async def health() -> dict[str, Any]:
         """Whether it takes work. degraded: worlds that do not return hold a quarter of its sessions."""
-        stuck = drive.stuck()
+        stuck = calls.stuck()
         status = "degraded" if 4 * stuck > sessions.limit else "healthy"
         return {"status": status, "active_sessions": len(sessions), "max_sessions": sessions.limit, "stuck": stuck}
 

@@ -26,7 +26,8 @@ from functools import partial
 from typing import Any
 
 from troupe.envs.base import finite
-from troupe.envs.drive import killable, leashed, told
+from troupe.envs.calls import killable, leashed
+from troupe.envs.returned import told
 from troupe.envs.tools import Rewards
 from troupe.envs.verifiers.bounds import number, seconds
 from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, nearest
@@ -143,7 +144,7 @@ async def _outcome(name: str, verifier: Verifier, subject: Any, timeout_s: float
                 return None, error
         if not inspect.isawaitable(result):
             return result, None
-        return await asyncio.wait_for(leashed(result), until - clock())
+        return await leashed(result, until - clock())
     except TimeoutError:
         return None, EnvironmentFailed(f"verifier '{name}' has not answered for {timeout_s:g} s")
     except Exception as error:

@@ -17,7 +17,7 @@ from tests.actors.test_many_episodes import Here
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.host import RayContext
 from troupe.cluster.launch import ray_session
-from troupe.envs import drive
+from troupe.envs import calls
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.messages import Limits, Ping, Rehearse, Rehearsed, Routes, RunEpisode, Sampling
@@ -118,12 +118,12 @@ async def test_worlds_that_die_in_every_way_leave_a_pool_as_it_was_and_its_slots
 
     alive = next(seed for seed in range(1_000_000, 1_000_100) if not dies(seed))
     assert await attempt(alive) == "completed"  # what is made once is made
-    tasks, stuck, before = len(asyncio.all_tasks()), drive.stuck(), held()
+    tasks, stuck, before = len(asyncio.all_tasks()), calls.stuck(), held()
     ends = await asyncio.gather(*(attempt(seed) for seed in range(120)))
     assert [end == "failed" for end in ends] == [dies(seed) for seed in range(120)] and 10 < ends.count("failed") < 40
     assert len(here.stored) == 121
     now = await settled(held, before)
-    while drive.stuck() > stuck or len(asyncio.all_tasks()) > tasks:
+    while calls.stuck() > stuck or len(asyncio.all_tasks()) > tasks:
         await asyncio.sleep(0.05)
     assert_nothing_left(before, now)
     health = await pool.health(Ping())

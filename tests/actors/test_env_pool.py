@@ -15,7 +15,7 @@ import pytest
 from troupe.actors import rendering
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.settings import AgentSettings
-from troupe.envs import drive, registry
+from troupe.envs import calls, registry
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.envs.tools import ToolWorld, tool
 from troupe.learner.tiny import make_tiny
@@ -187,23 +187,23 @@ async def test_a_thread_of_python_code_that_never_returns_is_ended_and_its_slot_
     pool, _ = await pool_of("loops")
     await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(4)))
     for _ in range(200):
-        if not drive.stuck():
+        if not calls.stuck():
             break
         await asyncio.sleep(0.02)
-    assert drive.stuck() == 0 and (await pool.health(Ping())).load == 0
+    assert calls.stuck() == 0 and (await pool.health(Ping())).load == 0
 
 
 async def test_a_pool_with_too_many_worlds_that_cannot_be_ended_finishes_its_work_and_lets_itself_be_replaced(pool_of):
     pool, context = await pool_of("blocks", slots=4)
     try:
         first = await asyncio.gather(*(pool.run_episode(ask(number)) for number in range(2)))
-        assert [d.stop for d in first] == ["wall_clock"] * 2 and drive.stuck() == 2
+        assert [d.stop for d in first] == ["wall_clock"] * 2 and calls.stuck() == 2
         assert len(context.deaths) == 1 and "do not return" in context.deaths[0]
         with pytest.raises(NotReady, match="env-7 takes no more episodes: 2 of its worlds do not return"):
             await pool.run_episode(ask(9))
     finally:
         Trouble.release.set()
-    while drive.stuck():
+    while calls.stuck():
         await asyncio.sleep(0.02)
     Trouble.release.clear()
 
@@ -216,7 +216,7 @@ async def test_a_cancelled_attempt_is_recorded_as_cancelled(pool_of):
     done = await running
     Trouble.release.set()
     assert (done.status, done.stop) == ("cancelled", "cancelled") and context.deposits[0].status == "cancelled"
-    while drive.stuck():
+    while calls.stuck():
         await asyncio.sleep(0.02)
     Trouble.release.clear()
 

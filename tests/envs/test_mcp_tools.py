@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from troupe.envs.base import Task
-from troupe.envs.drive import Driver, stuck
+from troupe.envs.calls import stuck
+from troupe.envs.drive import Driver
 from troupe.envs.mcp_tools import McpTools
 from troupe.envs.tools import ToolWorld, tool
 from troupe.protocol.errors import BadArguments, ConfigError, EnvironmentFailed, InvalidAction, TimedOut, UnknownTool

@@ -18,7 +18,7 @@ from troupe.actors.env_pool import EnvPool
 from troupe.actors.router import Router
 from troupe.actors.simulated import Simulation, SimulationStuck
 from troupe.actors.store import Store
-from troupe.envs import drive
+from troupe.envs import calls
 from troupe.envs.base import TextWorld, Turn
 from troupe.protocol.errors import TimedOut
 from troupe.protocol.messages import (
@@ -105,7 +105,7 @@ async def test_a_step_that_never_returns_is_ended_its_pool_named_and_its_slot_fr
     """On a real event loop, with real threads, which a simulation has not."""
     context = Alone(tmp_path)
     await context.store.start()
-    before = drive.stuck()
+    before = calls.stuck()
     world = f"{__name__}:{'Sleepless' if how == 'async' else 'Blocking'}"
     pool = EnvPool(
         context,
@@ -126,9 +126,9 @@ async def test_a_step_that_never_returns_is_ended_its_pool_named_and_its_slot_fr
     assert "step (task train/0, seed 0) has not returned for 0.3 s" in hung.failure and hung.pool == "env-7"
     assert (fine.status, fine.reward) == ("completed", 1.0)
     deadline = asyncio.get_running_loop().time() + 10.0
-    while drive.stuck() > before and asyncio.get_running_loop().time() < deadline:
+    while calls.stuck() > before and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.01)
-    assert drive.stuck() == before, "what hung is still there"
+    assert calls.stuck() == before, "what hung is still there"
     health = await pool.health(Ping())
     assert health.load == 0 and (await attempt(2)).status == "completed"
     await context.store.close()

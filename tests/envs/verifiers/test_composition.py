@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from troupe.envs.base import Task
-from troupe.envs.drive import Driver, stuck
+from troupe.envs.calls import stuck
+from troupe.envs.drive import Driver
 from troupe.envs.tools import ToolWorld
 from troupe.envs.verifiers import F1, Composition, Exact, Format, StateMatch, of
 from troupe.envs.verifiers.text import inside
