@@ -25,7 +25,7 @@ import time
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -120,12 +120,12 @@ class Replica(Generator):
     """A generator that can also load as one would without Troupe."""
 
     async def load_torch(self, message: Weights) -> WeightsHeld:
-        engine: Any = self._engine
+        model = cast("Any", self._engine)._stepper.model
         state = await self._context.blobs.get(message.tensors)
 
         def take() -> str:
-            engine._model.load_state_dict(state, strict=False)  # tied ones are sent once
-            return checksum_of(tensors_of(engine._model))
+            model.load_state_dict(state, strict=False)  # tied ones are sent once
+            return checksum_of(tensors_of(model))
 
         held = await asyncio.to_thread(take)
         assert held == message.checksum
