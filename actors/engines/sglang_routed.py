@@ -2,7 +2,7 @@
 
 Promises:
 - a pause, new weights and the end of a pause have reached every server before anything else is done. Each proves what it
-  holds; if they hold different weights, the error tells which holds what;
+  holds; if they hold different weights, the error tells which holds what. The router's list must still be that of the start;
 - an abort is told to all servers, so it reaches the one that has the request: the router does not pass it on;
 - a server that is gone is named in the error of the requests that it had.
 
@@ -31,8 +31,8 @@ class Routed(Wire):
         self.servers = servers
 
     async def call(self, path: str, body: dict[str, Any] | None = None, *, limit_s: float = 60.0) -> dict[str, Any]:
-        """To each server, and when all have answered, the first one's answer; /generate to the router."""
-        if path == "/generate":
+        """To each server, and when all have answered, the first one's answer; what is the router's own, to the router."""
+        if path in ("/generate", "/workers"):
             return await super().call(path, body, limit_s=limit_s)
         calls = (server.call(path, body, limit_s=limit_s) for server in self.servers)
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -55,7 +55,10 @@ class Routed(Wire):
             raise
 
     async def held(self, limit_s: float) -> str:
-        """See `Wire`. Raises RemoteError if they hold different weights."""
+        """See `Wire`. Raises RemoteError if they hold different weights, or if the router knows others by now."""
+        known, listed = {server.url for server in self.servers}, {entry["url"] for entry in await self.listed()}
+        if known != listed:
+            raise RemoteError(f"{self._name} has other servers than before: {', '.join(sorted(known ^ listed))} came or went")
         sums = await asyncio.gather(*(server.held(limit_s) for server in self.servers))
         if len(set(sums)) > 1:
             told = ", ".join(f"{server._name} holds {held}" for server, held in zip(self.servers, sums, strict=True))

@@ -12,7 +12,7 @@ import pytest
 from tests.actors.engines.servers import SGLANG, below
 from tests.cluster.test_train import await_event, journal, living, start
 
-pytestmark = [pytest.mark.xdist_group("ray"), *SGLANG.marks, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray"), *SGLANG.marks]  # the first limit counts
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])

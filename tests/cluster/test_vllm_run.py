@@ -9,7 +9,7 @@ import pytest
 from tests.actors.engines.servers import VLLM
 from tests.cluster.test_sglang_run import play
 
-pytestmark = [pytest.mark.xdist_group("ray"), *VLLM.marks, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray"), *VLLM.marks]  # the first limit counts
 
 
 def test_a_run_samples_with_vllm_and_survives_the_death_of_its_server(tmp_path: Path) -> None:
