@@ -21,14 +21,15 @@ import math
 import os
 import random
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from troupe.actors import loops, rehearsal, rendering
 from troupe.actors.context import Context, within
 from troupe.actors.loops.base import Outcome, Stage
+from troupe.actors.patience import patiently
 from troupe.actors.recorder import Recorder
 from troupe.actors.router import Router
 from troupe.actors.settings import AgentSettings
@@ -37,16 +38,7 @@ from troupe.actors.tree import Forking
 from troupe.envs import drive, registry
 from troupe.envs.base import TextWorld, ToolCall
 from troupe.envs.drive import Driver
-from troupe.protocol.errors import (
-    ActorLost,
-    EnvironmentFailed,
-    EpisodeError,
-    NotReady,
-    Overloaded,
-    TaskFailed,
-    TimedOut,
-    TroupeError,
-)
+from troupe.protocol.errors import EnvironmentFailed, EpisodeError, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
 from troupe.protocol.latency import Histogram, Latencies, copied
 from troupe.protocol.messages import (
     Ack,
@@ -73,9 +65,6 @@ from troupe.protocol.messages import (
 from troupe.protocol.spans import InFlight, SpanLog
 from troupe.protocol.trajectory import Failure, StopReason, Trajectory, samples_of
 
-T = TypeVar("T")
-
-_STORE_TRIES = 60
 _FAILURES = 3
 """Demonstrations that break before the first good one until the world is called broken."""
 _LOOP_GRACE_S = 10.0
@@ -297,7 +286,7 @@ class EnvPool:
             fork=policy.fork,
         )
         ended = clock.now()
-        receipt = await self._patiently("store.deposit", lambda: self._store.deposit(Deposit(trajectory)))
+        receipt = await patiently(self._context, "store.deposit", lambda: self._store.deposit(Deposit(trajectory)), each_s=30.0)
         self._note(trajectory, spent, clock.now() - ended)
         await self._router.end_session(f"{message.episode}/{message.attempt}")
         return EpisodeDone(
@@ -362,23 +351,11 @@ class EnvPool:
     async def _play(self, stage: Stage, policy: Forking, message: RunEpisode) -> None:
         if sibling := message.sibling:
             asked = GetDeposit(sibling.episode, sibling.attempt)
-            found = await self._patiently("store.deposited", lambda: self._store.deposited(asked))
+            found = await patiently(self._context, "store.deposited", lambda: self._store.deposited(asked), each_s=30.0)
             # A store that has lost the sibling will not commit this group: it runs again as a whole, whatever is done here.
             if found.trajectory is not None:
                 policy.begin_with(found.trajectory, sibling.segment, message.seed)
         await self._loop(stage)
-
-    async def _patiently(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Asks the store again while it is being replaced. It may have taken a deposit before it was lost: it refuses a
-        second write, so asking again is safe."""
-        reason = ""
-        for _ in range(_STORE_TRIES):
-            try:
-                return await within(30.0, what, call())
-            except (ActorLost, NotReady, Overloaded, TimedOut) as error:
-                reason = str(error)
-                await asyncio.sleep(0.5 + self._context.rng.random())
-        raise TimedOut(f"{what} failed {_STORE_TRIES} times: {reason}")
 
     def _classify(self, error: Exception, message: RunEpisode) -> Failure:
         """Decided here, where the error is known: what the world says about its task, and all else is infrastructure."""

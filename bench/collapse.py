@@ -205,7 +205,7 @@ class _Stage:
         return list(await asyncio.gather(*(self._one(engine, step, g, m) for g in groups for m in range(rollout.group_size))))
 
     async def _one(self, engine: Any, step: int, group: int, member: int) -> Any:
-        from troupe.actors.dispatcher import seed_of
+        from troupe.actors.groups import seed_of
         from troupe.protocol.trajectory import Trajectory
 
         task = self.world.task("train", self.seed * 10_000_000_000 + group)

@@ -439,8 +439,8 @@ class _Episode:
 async def held_out(config: RunConfig, folder: str, model: Any) -> float:
     """Success of `model` on the run's held-out tasks, as the run's evaluator measures it: the same engine, loop, tasks,
     limits and sampling seeds. `folder` holds model and tokenizer."""
-    from troupe.actors.dispatcher import seed_of
     from troupe.actors.factories import make_engine
+    from troupe.actors.groups import seed_of
     from troupe.actors.loops.base import Outcome, Stage
     from troupe.actors.loops.text import text
     from troupe.actors.recorder import Recorder

@@ -157,7 +157,9 @@ class Rollouts:
     def sizes(self) -> dict[str, int]:
         """How much each container of pools and dispatcher holds."""
         dispatcher = self.simulation.actors["dispatcher"].instance
-        owners = {"dispatcher": dispatcher, "dispatcher.permits": dispatcher._permits}
+        carrier = dispatcher._carrier
+        owners = {"dispatcher": dispatcher, "dispatcher.quota": dispatcher._quota, "dispatcher.carrier": carrier}
+        owners["dispatcher.permits"] = carrier.permits
         for name in self.slots:
             owners |= {name: (pool := self.simulation.actors[name].instance), f"{name}.router": pool._router}
         for number in range(2):
@@ -190,7 +192,7 @@ def test_two_thousand_episodes_at_once_all_end_in_the_store_and_leave_nothing_be
         assert watched.left() == []
         sizes = rollouts.sizes()
         assert sizes["env-0._running"] == sizes["env-0.router._home"] == sizes["dispatcher._groups"] == 0
-        assert simulation.actors["dispatcher"].instance._permits._used.total() == 0
+        assert simulation.actors["dispatcher"].instance._carrier.permits._used.total() == 0
 
 
 @pytest.mark.parametrize("on_failure", ["retry", "drop-episode", "drop-group"])
@@ -208,7 +210,7 @@ def test_what_the_actors_hold_does_not_grow_from_step_to_step(
             )
             for step in (1, 2, 3, 4):
                 await rollouts.wave(step)
-                sizes.append({name: n for name, n in rollouts.sizes().items() if name != "dispatcher._events"})
+                sizes.append(rollouts.sizes())
             known = await context.ref("store", Store).committed(GetCommitted())
             assert known.failed > 0
             assert known.completed + known.failed + known.cancelled >= 4 * 64

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tests.actors.test_dispatcher import Act, Company, Plan
+from tests.actors.dispatching import Act, Company, Plan
 from tests.actors.test_env_pool import Here
 from troupe.actors import tree
 from troupe.actors.env_pool import EnvPool

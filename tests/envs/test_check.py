@@ -1,8 +1,10 @@
 """The conformance suite passes good worlds and names the defect of each kind of bad one."""
 
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from troupe.envs.check import PROMISES, check, examine, player_score
 from troupe.envs.registry import BUILT_IN, find
 from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
-HERE = Path(__file__).parent / "strangers.py"
+HERE = Path(__file__).parent / "strangers"
+GOOD, ENDS = HERE / "good.py", HERE / "ends.py"
 (
     MADE,
     TASKS,
@@ -34,16 +37,21 @@ HERE = Path(__file__).parent / "strangers.py"
 
 @pytest.fixture
 def strangers():
-    spec = importlib.util.spec_from_file_location("strangers_under_test", HERE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    for world in (module.LeavesThread, module.OneThreadForAll):
+    """The worlds of all files, each test with classes of its own."""
+    worlds = SimpleNamespace()
+    for file in sorted(HERE.glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"strangers_under_test_{file.stem}", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        vars(worlds).update({name: value for name, value in vars(module).items() if inspect.isclass(value)})
+    yield worlds
+    for world in (worlds.LeavesThread, worlds.OneThreadForAll):
         world.stop.set()
-    for file in module.LeavesFile.kept:
+    for file in worlds.LeavesFile.kept:
         file.close()
-    del sys.modules[spec.name]
+    for file in sorted(HERE.glob("*.py")):
+        del sys.modules[f"strangers_under_test_{file.stem}"]
 
 
 def status_of(report):
@@ -271,9 +279,9 @@ def test_a_slow_world_plays_fewer_episodes_so_that_the_check_has_an_end():
     ],
 )
 def test_a_world_that_blocks_its_process_is_named_with_the_line_where_it_stands(name, promise, detail):
-    report = examine(f"{HERE}:{name}", episodes=2, timeout_s=1.0, others=0)
+    report = examine(f"{ENDS}:{name}", episodes=2, timeout_s=1.0, others=0)
     assert [finding.name for finding in report.broken] == [promise], str(report)
-    assert f"{HERE}, line " in detail_of(report, promise) and detail in detail_of(report, promise)
+    assert f"{ENDS}, line " in detail_of(report, promise) and detail in detail_of(report, promise)
 
 
 def test_a_world_that_hangs_at_its_import_is_named_with_the_line(tmp_path):
@@ -284,13 +292,13 @@ def test_a_world_that_hangs_at_its_import_is_named_with_the_line(tmp_path):
 
 
 def test_a_world_that_ends_its_process_is_a_finding():
-    report = examine(f"{HERE}:EndsTheProcess", episodes=2, others=0)
+    report = examine(f"{ENDS}:EndsTheProcess", episodes=2, others=0)
     assert detail_of(report, RUNS).startswith("its process has ended with exit code 3")
 
 
 def test_a_world_in_a_process_of_its_own_is_found_as_good_as_here_and_told_as_it_goes():
     shown = []
-    report = examine(f"{HERE}:Desk", episodes=2, others=1, show=shown.append)
+    report = examine(f"{GOOD}:Desk", episodes=2, others=1, show=shown.append)
     assert report.ok and status_of(report)[ELSEWHERE] == "ok" and tuple(shown) == PROMISES, str(report)
 
 

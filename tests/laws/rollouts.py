@@ -1,8 +1,9 @@
 """A small stage for the laws of the rollout: the real dispatcher, pools, router, generators and store, in virtual time.
 
-A seed draws everything that goes wrong: worlds that break, hang and lie, messages that are late or lost, actors that die
-between any two events. Director, learner and evaluator are played by `Stage` in few lines. What happened is written down
-as a `Run`, and each law is a check of finished runs: `@every_seed` makes a test of one. A seed that fails is replayed with
+A seed draws everything that goes wrong (`plots.py`): worlds that break, hang and lie, messages that are late or lost, actors
+that die between any two events. Director, learner and evaluator are played by `Stage` in few lines. What happened is written
+down as a `Run`, by the actors themselves (`watched.py`), and each law is a check of finished runs: `@every_seed` makes a test
+of one. A seed that fails is replayed with
 
     TROUPE_SEED=1234 pytest tests/laws/test_exactly_once.py
 
@@ -13,49 +14,42 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import os
 import random
 import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.laws.conftest import SeededEngine
+from tests.laws.plots import SEED, Plot, Trouble, drawn
+from tests.laws.watched import Troubled, WatchedEngine, WatchedPool, WatchedStore
 from troupe.actors import dispatcher as dispatching
 from troupe.actors.context import within
 from troupe.actors.dispatcher import Dispatcher
 from troupe.actors.elastic import drain
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.generator import Generator
-from troupe.actors.settings import RolloutSettings
-from troupe.actors.simulated import Chaos, Simulation
+from troupe.actors.simulated import Simulation
 from troupe.actors.store import Store
 from troupe.envs import registry
-from troupe.envs.echo import Echo
 from troupe.protocol import arrow, stored
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, TaskFailed, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, CheckpointError, NotReady, Overloaded, TimedOut, TroupeError
 from troupe.protocol.messages import (
-    Ack,
     Announce,
     CommitGroup,
     Deposit,
     DispatcherStatus,
     Drain,
-    EpisodeDone,
     Evaluate,
     Evaluated,
     Fence,
-    Generate,
-    Generated,
     GetBatch,
     Limits,
     Ping,
@@ -68,144 +62,10 @@ from troupe.protocol.messages import (
 )
 from troupe.protocol.trajectory import Task, Trajectory
 
-SEED = 1
-"""Of the runs, which are all the same but for what goes wrong in them."""
 QUICK, BLOCK = 250, 50
 SLOW, SLOW_BLOCK = 2_000, 250
-A_TURN = 0.25
-"""What each turn but the last gives."""
 EVALUATION = Sampling(temperature=0.5, max_tokens=4)
 _PASSING = (ActorLost, NotReady, Overloaded, TimedOut)
-
-Trouble = Literal["", "reset", "step", "hang", "stuck", "nan", "data"]
-
-
-# -- what a seed draws -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Plot:
-    """What is asked for, and what goes wrong. Without arguments: nothing.
-
-    think: seconds that a turn takes beside its tokens. troubles: chance of each trouble, for an attempt (for "data": for a
-    task). script: trouble and its turn for the n-th world that is reset, from 1. crashes: (word, n, who): right after the
-    n-th event with that word "it" (who saw the event) or the actor of that name dies. room: episodes that the dispatcher
-    may have open at a time. drains: (after seconds, pool, limit): the pool is drained, and another takes its place.
-    retired: (after seconds, generator): it drains and hands its turns over, and another takes its place. token_s: seconds that
-    a token takes at most.
-    """
-
-    seed: int = 0
-    settings: RolloutSettings = field(default_factory=lambda: RolloutSettings(groups_per_step=2, group_size=3, max_tokens=4))
-    steps: int = 2
-    slots: int = 3
-    turns: int = 2
-    think: float = 0.0
-    troubles: dict[Trouble, float] = field(default_factory=dict)
-    script: dict[int, tuple[Trouble, int]] = field(default_factory=dict)
-    chaos: Chaos = field(default_factory=Chaos)
-    crashes: list[tuple[str, int, str]] = field(default_factory=list)
-    evaluations: list[tuple[float, int, int]] = field(default_factory=list)
-    room: int = 1_000
-    drains: list[tuple[float, str, float]] = field(default_factory=list)
-    retired: list[tuple[float, str]] = field(default_factory=list)
-    token_s: float = 0.001
-    names: tuple[str, ...] = ("store", "dispatcher", "env-0", "env-1", "generator-0", "generator-1")
-
-
-def drawn(seed: int) -> Plot:
-    """The plot of `seed`."""
-    dice = random.Random(f"plot/{seed}")
-    lost = dice.choice([0.0, 0.0, 0.01, 0.03])
-    harm = dice.choice([0.0, 0.5, 1.0])
-    steps, size = dice.choice([(1, 2), (1, 3), (2, 2)])
-    plot = Plot(
-        seed,
-        RolloutSettings(
-            groups_per_step=2,
-            group_size=size,
-            max_staleness=dice.choice([0, 1, 2]),
-            max_tokens=4,
-            on_failure=dice.choice(["retry", "retry", "drop-episode", "drop-group"]),
-            oversample=dice.choice([0.0, 0.0, 0.5, 1.0]),
-            filter=dice.choice(["none", "none", "informative"]),
-            attempts=dice.choice([2, 3, 4]),
-            quarantine_after=dice.choice([1, 2, 3]),
-        ),
-        steps=steps,
-        slots=dice.choice([2, 3, 6]),
-        turns=dice.choice([1, 1, 2, 3]),
-        troubles={"reset": 0.08 * harm, "step": 0.08 * harm, "hang": 0.04 * harm, "stuck": 0.01 * harm}
-        | {"nan": 0.02 * harm, "data": 0.06 * harm},
-        chaos=Chaos((0.0005, dice.choice([0.005, 0.05, 0.2])), dice.choice([0.0, 0.02, 0.05]), lost, lost),
-        room=dice.choice([6, 1_000]),
-    )
-    grown = random.Random(f"tree/{seed}")  # dice of their own: the rest of a seed's plot is as it would be without
-    if grown.random() < 0.4:
-        settings = plot.settings
-        plot.settings = settings.model_copy(
-            update={
-                "group_size": settings.group_size + grown.choice([0, 1, 2]),
-                "tree": 1 if settings.group_size == 2 else grown.choice([1, 2]),
-                "tree_segment": grown.choice([0, 0, 1, 2]),
-            }
-        )
-    for _ in range(dice.choice([0, 1, 1, 2, 3])):
-        kind = dice.choice(["", "", "begins", "ends", "accepted", "commit of", "fences", "lives", "announces", "dies"])
-        number = dice.randrange(1, {"": 120, "announces": 3, "dies": 3, "fences": 5, "commit of": 6}.get(kind, 12))
-        plot.crashes.append((kind, number, dice.choice(["it", *plot.names])))
-    if dice.random() < 0.4:
-        plot.evaluations.append((dice.uniform(0.0, 5.0), dice.choice([1, 2]), dice.choice([1, 2])))
-    if dice.random() < 0.4:
-        plot.drains.append((dice.uniform(0.0, 4.0), dice.choice(["env-0", "env-1"]), dice.choice([0.0, 0.5, 30.0])))
-    return plot
-
-
-class Troubled(Echo):
-    """A world in which an attempt may meet a trouble. Its return depends on what the agent said last."""
-
-    name: ClassVar[str] = "troubled"
-
-    def __init__(self, stage: Stage, pool: WatchedPool) -> None:
-        super().__init__(turns=stage.plot.turns)
-        self.stage, self.pool = stage, pool
-        self.trouble: Trouble = ""
-
-    async def reset(self, task: Task) -> str:
-        self.stage.worlds.append(self)
-        await asyncio.sleep(self.stage.dice.uniform(0.0, 0.1))
-        self.trouble, self.at = self.stage.trouble(task)
-        if self.trouble == "data":
-            raise TaskFailed(f"task {task.id} cannot be run")
-        if self.trouble == "reset":
-            raise OSError("no space left to reset")
-        return super().reset(task)
-
-    async def step(self, text: str) -> Any:
-        await asyncio.sleep(self.stage.dice.uniform(0.0, 0.3))
-        turn = self.answer(text)
-        if self.turn == self.at:
-            if self.trouble == "step":
-                raise RuntimeError(f"step {self.turn} fails by chance")
-            if self.trouble in ("hang", "stuck"):
-                self.pool.worn = self.trouble == "stuck"  # as if the thread of this step could not be ended
-                await asyncio.Event().wait()
-            if self.trouble == "nan":
-                turn.parts["style"] = math.nan
-        turn.reward = return_of(text) if turn.done else turn.reward + A_TURN
-        turn.success = turn.reward > 0 if turn.done else None
-        return turn
-
-    def close(self) -> None:
-        self.stage.worlds.remove(self)
-
-
-def return_of(action: str) -> float:
-    """What the last turn gives: it depends on what the agent said."""
-    return zlib.crc32(action.encode()) % 3 / 2
-
-
-# -- what happened ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -283,7 +143,7 @@ class Stage:
             # A simulated crash never takes the machine down: what was written is read back without syncing the disk.
             patch.setattr(os, "fsync", lambda descriptor: None)
             patch.setitem(
-                registry.BUILT_IN, Troubled.name, f"{__name__}:Troubled"
+                registry.BUILT_IN, Troubled.name, f"{Troubled.__module__}:Troubled"
             )  # found without looking at what is installed
             patch.setattr(dispatching, "_OPEN_EPISODES", self.plot.room)
             self.folder = folder
@@ -525,80 +385,6 @@ class Stage:
 
 class _Broken(Exception):
     """The dispatcher has called the run broken."""
-
-
-# -- the real actors, watched ----------------------------------------------------------------------------------------
-
-
-class WatchedStore(Store):
-    """Writes down what it accepted, refused and acknowledged."""
-
-    def __init__(self, context: Any, stage: Stage, max_deposits: int) -> None:
-        super().__init__(context, stage.folder, max_deposits=max_deposits)
-        self.stage = stage
-
-    async def deposit(self, message: Deposit) -> Receipt:
-        receipt = await super().deposit(message)
-        t, run = message.trajectory, self.stage.run
-        run.written.append((message, receipt))
-        run.most_deposits = max(run.most_deposits, len(self._deposits))
-        self.stage.note("store", f"{t.id}/{t.attempt} {t.status}: {'accepted' if receipt.accepted else receipt.reason}")
-        return receipt
-
-    async def fence(self, message: Fence) -> Ack:
-        answer = await super().fence(message)
-        self.stage.run.written.append(message)
-        self.stage.note("store", f"fences {message.episode or 'all'} below {message.attempt}")
-        return answer
-
-    async def commit(self, message: CommitGroup) -> Receipt:
-        receipt = await super().commit(message)
-        if receipt.accepted:
-            self.stage.run.written.append(message)
-        verdict = "accepted" if receipt.accepted else receipt.reason
-        self.stage.note("store", f"commit of {message.group}, {'trains' if message.trains else 'stored'}: {verdict}")
-        return receipt
-
-
-class WatchedPool(EnvPool):
-    """Writes down what it runs."""
-
-    def __init__(self, context: Any, stage: Stage) -> None:
-        options = {"stage": stage, "pool": self}
-        super().__init__(context, Troubled.name, options, str(stage.model_folder), stage.plot.slots, generate_s=15.0)
-        self.stage, self.worn = stage, False
-
-    def _worn_out(self) -> bool:
-        return self.worn  # the real count is of the process, which all pools of a simulation share
-
-    async def run_episode(self, message: RunEpisode) -> EpisodeDone:
-        name, run = self._context.name, self.stage.run
-        run.dispatched.append(message)
-        run.most_in_flight = max(run.most_in_flight, len(self._running) + 1)
-        self.stage.note(name, f"{message.episode}/{message.attempt} begins")
-        done = await super().run_episode(message)
-        self.stage.note(name, f"{message.episode}/{message.attempt} ends: {done.status} {done.failure}")
-        return done
-
-
-class WatchedEngine(SeededEngine):
-    """Writes down what it sampled, for which prompt."""
-
-    def __init__(self, name: str, stage: Stage) -> None:
-        super().__init__(name, stage)  # type: ignore[arg-type]
-        self.token_s = stage.plot.token_s
-
-    async def generate(self, request: Generate) -> Generated:
-        self.world.note(self.name, f"{request.request} begins")
-        await asyncio.sleep(self.world.plot.think)
-        answer = await super().generate(request)
-        prompt, tokens = tuple(request.prompt.tolist()), tuple(answer.tokens.tolist())
-        self.world.run.sampled.add((prompt, tokens, tuple(answer.versions.tolist()), answer.logprobs.tobytes()))
-        self.world.note(self.name, f"{request.request} ends: {len(tokens)} tokens, {answer.finish}")
-        return answer
-
-
-# -- the laws' door --------------------------------------------------------------------------------------------------
 
 
 @functools.cache

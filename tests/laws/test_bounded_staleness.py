@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.laws.rollouts import Plot, Run, Stage, every_seed_of
+from tests.laws.plots import Plot
+from tests.laws.rollouts import Run, Stage, every_seed_of
 from troupe.actors.context import within
 from troupe.actors.director import Director
 from troupe.actors.env_pool import EnvPool

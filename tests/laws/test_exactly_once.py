@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.laws.rollouts import SEED, Plot, Run, Stage, Troubled, drawn, every_seed, played
-from troupe.actors import dispatcher as dispatching
+from tests.laws.plots import SEED, Plot, drawn
+from tests.laws.rollouts import Run, Stage, every_seed, played
+from tests.laws.watched import Troubled
+from troupe.actors.groups import GROUPS_PER_STEP_LIMIT, seed_of
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
 from troupe.actors.tree import drawn as drawn_place
@@ -107,7 +109,7 @@ def test_no_task_is_repeated_or_skipped(run: Run) -> None:
     if run.plot.settings.oversample == 0 and not run.broken:
         for step in range(1, run.plot.steps + 1):
             numbers = sorted(g.group for g in run.groups if g.kind == "train" and g.step == step)
-            first = step * dispatching.GROUPS_PER_STEP_LIMIT
+            first = step * GROUPS_PER_STEP_LIMIT
             assert numbers == list(range(first, first + len(numbers))), "a group was skipped and nothing says why"
 
 
@@ -129,7 +131,7 @@ def test_the_tree_of_a_group_follows_from_its_numbers(run: Run) -> None:
 
 def asked(group: int, member: int) -> tuple[Task, int]:
     """The task and the seed that a run asks for under these numbers."""
-    return Troubled.task("train", SEED * 10_000_000_000 + group), dispatching.seed_of(SEED, group, member)
+    return Troubled.task("train", SEED * 10_000_000_000 + group), seed_of(SEED, group, member)
 
 
 def test_an_undisturbed_run_has_the_same_tasks_and_seeds_and_drops_nothing(model_folder: Path) -> None:
@@ -185,7 +187,8 @@ def test_the_same_seed_gives_the_same_events_in_any_process(model_folder: Path) 
     seeds = [3, 5, 8]
     here = [Stage(drawn(seed), model_folder).play().trace for seed in seeds]
     code = (
-        "import sys, zlib; from pathlib import Path; from tests.laws.rollouts import Stage, drawn\n"
+        "import sys, zlib; from pathlib import Path\n"
+        "from tests.laws.plots import drawn; from tests.laws.rollouts import Stage\n"
         f"for s in {seeds}: print(zlib.crc32(repr(Stage(drawn(s), Path(sys.argv[1])).play().trace).encode()))"
     )
     root = Path(__file__).resolve().parents[2]

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.laws.rollouts import A_TURN, Plot, Run, Stage, every_seed, return_of
+from tests.laws.plots import A_TURN, Plot
+from tests.laws.rollouts import Run, Stage, every_seed
+from tests.laws.watched import return_of
 from troupe.actors.settings import RolloutSettings
 from troupe.cluster.run import Run as RunFolder
 from troupe.protocol.errors import TroupeError
