@@ -132,7 +132,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address it listens on; anyone who reaches it may play")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port; 0: any free one")] = 8000,
     set_: Annotated[list[str] | None, typer.Option("--set", help="option of the world: key=value (repeatable)")] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="worlds at the same time, one for each socket")] = 64,
+    sessions: Annotated[int, typer.Option(min=1, help="worlds at the same time, one for each socket")] = 256,
     idle: Annotated[float, typer.Option(min=0.1, help="seconds after which a silent client is sent away")] = 1800.0,
     timeout: Annotated[float, typer.Option(min=0.01, help="seconds that each call of the world may take")] = 30.0,
 ) -> None:

@@ -18,37 +18,32 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from troupe.envs.base import SPLITS, Task, TextWorld, ToolCall
+from troupe.envs.base import SPLITS, Task, TextWorld
+from troupe.envs.check.again import REPLAYS, beside, elsewhere, leaks, replays
 from troupe.envs.check.ends import closes, leaves, process
 from troupe.envs.check.episodes import (
-    TOLD,
-    Action,
     Agent,
     Episode,
     Meter,
     Playing,
-    apply,
-    play,
     player_or_guesser,
-    replayed,
-    sample,
 )
-from troupe.envs.check.garbage import GARBAGE
+from troupe.envs.check.garbage import GARBAGE, garbage
 from troupe.envs.check.left import Process, end, look, own_folder
 from troupe.envs.check.looking import Looking
-from troupe.envs.check.others import Others, difference
+from troupe.envs.check.others import Others
 from troupe.envs.check.report import Finding, Found, Report
 from troupe.envs.check.splits import splits
 from troupe.envs.drive import Driver
 from troupe.envs.registry import make
 from troupe.envs.tools import ToolWorld
-from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, NotReady, TimedOut, UnknownTool
+from troupe.protocol.errors import ConfigError, EnvironmentFailed, EpisodeError, TimedOut
 
 PROMISES = (
     "it can be imported and made",
     "its tasks can be told apart and come again",
     "episodes run and give what they should",
-    "same task and actions give the same episode",
+    REPLAYS,
     "another process gives the same episode",
     "nothing leaks into the next episode",
     "worlds side by side do not disturb each other",
@@ -64,7 +59,6 @@ PROMISES = (
 )
 
 _NEED_EPISODES = {*PROMISES[3:8], PROMISES[11], PROMISES[15]}
-_BESIDE = 8  # worlds at once
 _LOOKED = 5  # episodes that are looked at
 _SHARE = 8  # of the seconds there are, what one promise may use
 _OBSERVATION, _EPISODE = 100_000, 400_000  # characters: about 25,000 and 100,000 tokens
@@ -121,12 +115,12 @@ class Suite:
             self._made,
             self._tasks,
             self._runs,
-            self._replays,
-            self._elsewhere,
-            self._leaks,
-            self._beside,
+            partial(replays, self),
+            partial(elsewhere, self),
+            partial(leaks, self),
+            partial(beside, self),
             self._looks,
-            self._garbage,
+            partial(garbage, self),
             self._judges,
             partial(splits, self),
             self._fits,
@@ -198,18 +192,6 @@ class Suite:
             raise EnvironmentFailed(f"{where} returned {type(task).__name__}, not a Task")
         return task
 
-    async def _again(self, episode: Episode, driver: Driver) -> str:
-        """How the same actions came out otherwise; empty if they did not."""
-        try:
-            again = await play(driver, episode.task, replayed(episode.actions), episode.turns)
-        except IndexError:  # the episode went on where it had ended before
-            return f"task {episode.task.id}: longer the second time"
-        return self._differs(episode, again)
-
-    def _differs(self, was: Episode, now: Episode) -> str:
-        found = difference(was.seen, now.seen)
-        return f"task {was.task.id}, seed {was.task.seed}: {found[0]} then {found[1]}" if found else ""
-
     # -- the promises ------------------------------------------------------------------------------------------------
 
     async def _made(self) -> Found:
@@ -265,87 +247,6 @@ class Suite:
         few = f" of {self.episodes}, because it is slow" if len(self.played) < self.episodes else ""
         return "ok", f"{len(self.played)} episodes{few}, {self.report.steps} steps"
 
-    async def _replays(self) -> Found:
-        for episode in self.played:
-            async with self.open() as driver:
-                found = await self._again(episode, driver)
-            if found:
-                self.unsure = True
-                return "broken", found
-        return "ok", ""
-
-    async def _elsewhere(self) -> Found:
-        if self.others.missing:
-            return "unknown", self.others.missing
-        try:
-            found = await self.others.differ(self.played, self.first_s)
-        except NotReady as error:
-            return "unknown", f"not judged: {error}"
-        except EpisodeError as error:
-            return "broken", f"in another process it breaks: {error}"
-        finally:
-            self.others.close()
-        same_here = not self._is_broken(PROMISES[3])
-        if found:
-            return (
-                "broken",
-                f"{found} (the order of a set, hash(), id(), the clock or the process itself)" if same_here else found,
-            )
-        if not same_here:
-            self._add(PROMISES[3], "a new process gives the first one again: something outlives an episode, such as a class "
-                      "attribute, a mutable default or a global")  # fmt: skip
-        return "ok", ""
-
-    async def _leaks(self) -> Found:
-        """One instance, and each episode after another one that was left in the middle."""
-        async with self.open() as driver:
-            for episode in self.played[::-1]:
-                await self._abandoned(driver)
-                found = await self._again(episode, driver)
-                if found:
-                    return "broken", found
-        return "ok", ""
-
-    async def _abandoned(self, driver: Driver) -> None:
-        episode = self.played[0]
-        await driver.reset(episode.task)
-        for action in ("\x00", *episode.actions[:1]):
-            with contextlib.suppress(*TOLD, EpisodeError):
-                if (await apply(driver, action)).done:
-                    break
-
-    async def _beside(self) -> Found:
-        """First turn by turn, one after the other; then each as fast as it can."""
-        played = self.played[:_BESIDE]
-        async with contextlib.AsyncExitStack() as stack:
-            drivers = [await stack.enter_async_context(self.open()) for _ in played]
-            try:
-                for found in (await self._in_turns(played, drivers), await self._at_once(played, drivers)):
-                    if found:
-                        self.unsure = True
-                        return "broken", found
-            except IndexError:
-                return "broken", "an episode was longer beside others"
-        return "ok", f"{len(played)} at once"
-
-    async def _in_turns(self, played: list[Episode], drivers: list[Driver]) -> str:
-        games = [Playing(d, e.task, replayed(e.actions), e.turns) for e, d in zip(played, drivers, strict=True)]
-        for game in games:
-            await game.begin()
-        active = games
-        while active:
-            active = [game for game in active if await game.turn()]
-        found = [self._differs(was, await game.end()) for was, game in zip(played, games, strict=True)]
-        return next(filter(None, found), "")
-
-    async def _at_once(self, played: list[Episode], drivers: list[Driver]) -> str:
-        again = [self._again(episode, driver) for episode, driver in zip(played, drivers, strict=True)]
-        results = await asyncio.gather(*again, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return next((found for found in results if isinstance(found, str) and found), "")
-
     async def _looks(self) -> Found:
         """`state`, `state_key` and `tools`, asked again and again."""
         for episode in self.played[:_LOOKED]:
@@ -355,38 +256,6 @@ class Suite:
             if found:
                 return "broken", f"task {episode.task.id}, seed {episode.task.seed}: {found}"
         return "ok", ""
-
-    async def _garbage(self) -> Found:
-        began, tried = perf_counter(), 0
-        async with self.open() as driver:
-            for kind, action in await self._rubbish(driver):
-                if perf_counter() - began > self.share_s:
-                    break
-                tried += 1
-                await driver.reset(self.task("train", 0))
-                try:
-                    await apply(driver, action)
-                except TOLD as told:
-                    if isinstance(told, UnknownTool):
-                        return "broken", f"a tool that is offered cannot be called: {told}"
-                except TimedOut as error:
-                    raise TimedOut(f"{kind}: {error}") from error
-                except EpisodeError as error:
-                    return "broken", f"{kind}: {str(error)[:200]}"
-        return "ok", f"{tried} actions"
-
-    async def _rubbish(self, driver: Driver) -> list[tuple[str, Action]]:
-        """Messages; and for each tool calls with no arguments, with wrong ones, and with each garbage in each text."""
-        rubbish: list[tuple[str, Action]] = list(GARBAGE.items())
-        await driver.reset(self.task("train", 0))
-        for found in driver.tools():
-            name, schema = found["name"], found["parameters"]
-            rubbish.append((f"{name} without arguments", ToolCall(name, {})))
-            rubbish.append((f"{name} with objects", ToolCall(name, {key: {} for key in schema.get("properties", {})})))
-            for kind, text in GARBAGE.items():
-                arguments = sample(schema, schema, [text], random.Random(0))
-                rubbish.append((f"{name} with {kind}", ToolCall(name, arguments)))
-        return rubbish
 
     async def _judges(self) -> Found | None:
         """Whether `verify` can be asked when nothing has been done yet. None: the world has none."""
@@ -428,12 +297,14 @@ class Suite:
                 )
         return "ok", ""
 
-    # -- helpers -----------------------------------------------------------------------------------------------------
+    # -- what was found -------------------------------------------------------------------------------------------------
 
-    def _is_broken(self, name: str) -> bool:
+    def is_broken(self, name: str) -> bool:
+        """Whether that promise was."""
         return any(finding.name == name and finding.status == "broken" for finding in self.report.findings)
 
-    def _add(self, name: str, detail: str) -> None:
+    def add(self, name: str, detail: str) -> None:
+        """More about a promise that was looked at before."""
         for finding in self.report.findings:
             if finding.name == name:
                 finding.detail += f" ({detail})"

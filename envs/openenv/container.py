@@ -32,6 +32,7 @@ _PORT = "8000/tcp"
 """Where OpenEnv's own images listen; an image that exposes one port and not this one listens there."""
 _CALL_S = 60
 _LOOK_S = 0.1
+_ALIVE = ("created", "running")
 
 
 class Container:
@@ -59,15 +60,14 @@ def start(image: str) -> Container:
             ports={_port(image): ("127.0.0.1", None)},
             labels={owner.LABEL: owner.me()},
             environment={"MAX_CONCURRENT_ENVS": "1"},
-            auto_remove=True,
-        )
+        )  # not removed when it ends by itself: then nobody could read its last words
         watcher = _watched(container)
     except (DockerException, OSError) as error:
         raise EnvironmentFailed(f"docker made no container of '{image}': {short(str(error), 300)}") from None
     started = Container(container, watcher, "")
     try:
         container.start()
-        started.url = f"http://127.0.0.1:{_host_port(container)}"
+        started.url = f"http://127.0.0.1:{_host_port(container, image)}"
         _await_ready(started, container, image)
     except (DockerException, OSError) as error:
         started.close()
@@ -115,12 +115,14 @@ def _dismissed(watcher: subprocess.Popen[bytes]) -> None:
         watcher.wait()
 
 
-def _host_port(container: Any) -> str:
+def _host_port(container: Any, image: str) -> str:
     for _ in range(50):
         container.reload()
         for bound in container.ports.values():
             if bound:
                 return str(bound[0]["HostPort"])
+        if container.status not in _ALIVE:
+            raise _silent(container, image)
         time.sleep(_LOOK_S)
     raise EnvironmentFailed("docker has published no port: does its daemon have a bridge network?")
 
@@ -132,10 +134,14 @@ def _await_ready(started: Container, container: Any, image: str) -> None:
             with suppress(httpx.HTTPError):
                 if http.get("/health").status_code == 200:
                     return
-            said = container.logs(tail=20).decode(errors="replace").strip().splitlines()
             container.reload()
-            if container.status not in ("created", "running"):
+            if container.status not in _ALIVE:
                 break
             time.sleep(_LOOK_S)
+    raise _silent(container, image)
+
+
+def _silent(container: Any, image: str) -> EnvironmentFailed:
+    said = container.logs(tail=20).decode(errors="replace").strip().splitlines()
     last = f"; it wrote: {short(said[-1], 300)}" if said else ""
-    raise EnvironmentFailed(f"the server in a container of '{image}' does not answer /health on its port{last}")
+    return EnvironmentFailed(f"the server in a container of '{image}' does not answer /health on its port{last}")

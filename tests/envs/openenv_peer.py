@@ -1,7 +1,7 @@
 """OpenEnv's own server and its own clients, for the tests and benchmarks that need them. Run by an interpreter that has
 `openenv`, never imported here.
 
-    python openenv_peer.py serve PORT echo|lines|colours|pairs|till [SESSIONS]   its server, with a small environment
+    python openenv_peer.py serve PORT echo|lines|colours|pairs|till [SESSIONS [HOST]]   its server, with a small environment
     python openenv_peer.py drive URL EPISODES                                   its clients play a served `guess`; prints JSON
     python openenv_peer.py call URL                                             its MCP client plays a served `stockroom`
     python openenv_peer.py bench URL SESSIONS SECONDS [tools]                   its client steps as fast as it can; prints JSON
@@ -156,7 +156,7 @@ ENVIRONMENTS = {
 }
 
 
-def serve(port: int, name: str, sessions: int) -> None:
+def serve(port: int, name: str, sessions: int = 64, host: str = "127.0.0.1") -> None:
     import uvicorn
 
     env, action, observation = ENVIRONMENTS[name]
@@ -166,7 +166,7 @@ def serve(port: int, name: str, sessions: int) -> None:
     def live() -> int:
         return Base.live
 
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", access_log=False)
+    uvicorn.run(app, host=host, port=port, log_level="error", access_log=False)
 
 
 # -- clients ---------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ async def bench(url: str, sessions: int, seconds: float, tools: bool = False) ->
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     if what == "serve":
-        serve(int(rest[0]), rest[1], int(rest[2]) if len(rest) > 2 else 64)
+        serve(int(rest[0]), rest[1], *map(int, rest[2:3]), *rest[3:])
     elif what == "drive":
         asyncio.run(drive(rest[0], int(rest[1])))
         drive_sync(rest[0])

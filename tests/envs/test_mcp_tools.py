@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -70,8 +71,9 @@ def gone(pid):
     return False
 
 
-@pytest.fixture(scope="module")
-def url():
+@contextmanager
+def served():
+    """(address, process id) of the server over HTTP."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -82,10 +84,16 @@ def url():
                 if there.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/mcp"
+        yield f"http://127.0.0.1:{port}/mcp", process.pid
     finally:
         process.kill()
         process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served() as (address, _):
+        yield address
 
 
 def test_tools_of_a_process_are_described_checked_and_called_beside_the_worlds_own_and_it_ends_with_the_world():
