@@ -12,6 +12,7 @@ Promises:
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -193,6 +194,7 @@ def wrap(
     `s` as Gymnasium's toy text ones have is solved, and in any other the player moves at random. inline: see TextWorld.
     """
     own = {"name": name, "create": staticmethod(make), "names": tuple(actions), "system": system, "max_turns": max_turns}
+    own["__module__"] = sys._getframe(1).f_globals.get("__name__", __name__)  # where it is found again
     if player is not None:
         own["player"] = staticmethod(player)
     return type(name or "GymnasiumWorld", (GymnasiumWorld,), {**own, "inline": inline, "__doc__": GymnasiumWorld.__doc__})

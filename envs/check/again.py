@@ -1,12 +1,12 @@
-"""The same episode again: at once, in another process, after another one, and beside others."""
+"""The same episode again: at once, in another process, and after another one."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
-from troupe.envs.check.episodes import TOLD, Episode, Playing, apply, play, replayed
+from troupe.envs.check.episodes import TOLD, Episode, apply, play, replayed
+from troupe.envs.check.left import Watch
 from troupe.envs.check.others import difference
 from troupe.envs.check.report import Found
 from troupe.envs.drive import Driver
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
     from troupe.envs.check.suite import Suite
 
 REPLAYS = "same task and actions give the same episode"
-_BESIDE = 8  # worlds at once
 
 
-async def replays(suite: Suite) -> Found:
-    """In a new world of this process."""
-    for episode in suite.played:
-        async with suite.open() as driver:
-            found = await _again(episode, driver)
-        if found:
-            suite.unsure = True
-            return "broken", found
+async def replays(suite: Suite, watch: Watch) -> Found:
+    """In a new world of this process. watch: counts them."""
+    with watch:
+        for episode in suite.played:
+            async with suite.open() as driver:
+                found = await once_more(episode, driver)
+            watch.episodes += 1
+            if found:
+                suite.unsure = True
+                return "broken", found
     return "ok", ""
 
 
 async def elsewhere(suite: Suite) -> Found:
-    """In processes with other hash seeds and other clocks."""
+    """In processes with other hash seeds and other clocks; the last ones first, so that what one has left is another's."""
     if suite.others.missing:
         return "unknown", suite.others.missing
     try:
-        found = await suite.others.differ(suite.played, suite.first_s)
+        found, suite.leaked = await suite.others.differ([*suite.played, *suite.otherwise], suite.first_s)
     except NotReady as error:
         return "unknown", f"not judged: {error}"
     except EpisodeError as error:
@@ -55,18 +56,20 @@ async def elsewhere(suite: Suite) -> Found:
 
 
 async def leaks(suite: Suite) -> Found:
-    """One instance, and each episode after another one that was left in the middle."""
+    """One instance, and each episode after one that was left in the middle, of the same task if it was played otherwise."""
+    if suite.leaked:
+        return "broken", f"{suite.leaked}, where the episodes were played in another order"
+    otherwise = {episode.task.id: episode for episode in suite.otherwise}
     async with suite.open() as driver:
         for episode in suite.played[::-1]:
-            await _abandoned(suite, driver)
-            found = await _again(episode, driver)
+            await _abandoned(otherwise.get(episode.task.id, suite.played[0]), driver)
+            found = await once_more(episode, driver)
             if found:
                 return "broken", found
     return "ok", ""
 
 
-async def _abandoned(suite: Suite, driver: Driver) -> None:
-    episode = suite.played[0]
+async def _abandoned(episode: Episode, driver: Driver) -> None:
     await driver.reset(episode.task)
     for action in ("\x00", *episode.actions[:1]):
         with contextlib.suppress(*TOLD, EpisodeError):
@@ -74,53 +77,19 @@ async def _abandoned(suite: Suite, driver: Driver) -> None:
                 break
 
 
-async def beside(suite: Suite) -> Found:
-    """First turn by turn, one after the other; then each as fast as it can."""
-    played = suite.played[:_BESIDE]
-    async with contextlib.AsyncExitStack() as stack:
-        drivers = [await stack.enter_async_context(suite.open()) for _ in played]
-        try:
-            for found in (await _in_turns(played, drivers), await _at_once(played, drivers)):
-                if found:
-                    suite.unsure = True
-                    return "broken", found
-        except IndexError:
-            return "broken", "an episode was longer beside others"
-    return "ok", f"{len(played)} at once"
-
-
-async def _in_turns(played: list[Episode], drivers: list[Driver]) -> str:
-    games = [Playing(d, e.task, replayed(e.actions), e.turns) for e, d in zip(played, drivers, strict=True)]
-    for game in games:
-        await game.begin()
-    active = games
-    while active:
-        active = [game for game in active if await game.turn()]
-    found = [_differs(was, await game.end()) for was, game in zip(played, games, strict=True)]
-    return next(filter(None, found), "")
-
-
-async def _at_once(played: list[Episode], drivers: list[Driver]) -> str:
-    again = [_again(episode, driver) for episode, driver in zip(played, drivers, strict=True)]
-    results = await asyncio.gather(*again, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return next((found for found in results if isinstance(found, str) and found), "")
-
-
 # -- helpers -----------------------------------------------------------------------------------------------------------
 
 
-async def _again(episode: Episode, driver: Driver) -> str:
+async def once_more(episode: Episode, driver: Driver) -> str:
     """How the same actions came out otherwise; empty if they did not."""
     try:
         again = await play(driver, episode.task, replayed(episode.actions), episode.turns)
     except IndexError:  # the episode went on where it had ended before
         return f"task {episode.task.id}: longer the second time"
-    return _differs(episode, again)
+    return differs(episode, again)
 
 
-def _differs(was: Episode, now: Episode) -> str:
+def differs(was: Episode, now: Episode) -> str:
+    """Where the two come apart; empty if they do not."""
     found = difference(was.seen, now.seen)
     return f"task {was.task.id}, seed {was.task.seed}: {found[0]} then {found[1]}" if found else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import json
 import os
 import re
 import select
@@ -23,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from json import dumps, loads  # a world may replace those of the module
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def examine(
     process = started("apart", folder=folder)
     try:
         watched = _Watched(process, Path(folder), name, import_s, timeout_s, limit_s)
-        return watched.follow(json.dumps(request).encode(), show)
+        return watched.follow(dumps(request).encode(), show)
     finally:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -136,7 +136,7 @@ class _Watched:
                 return {"ended": True}
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
+        found: dict[str, Any] = loads(line)
         return found
 
     # -- how it may end otherwise ------------------------------------------------------------------------------------
@@ -197,12 +197,12 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, stack)
 
     def say(**what: Any) -> None:
-        os.write(answers, json.dumps(what).encode() + b"\n")
+        os.write(answers, dumps(what).encode() + b"\n")
 
-    request = json.loads(sys.stdin.buffer.read())
+    request = loads(sys.stdin.buffer.read())
     say(importing=True)
     try:
-        world = registry.find(request.pop("name"))
+        world = registry.find(request["name"])
         say(report=asdict(asyncio.run(_run(world, request, say))))
     except ConfigError as error:
         say(config_error=str(error))

@@ -7,15 +7,17 @@ import contextlib
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from troupe.envs.check.again import replays
 from troupe.envs.check.episodes import TOLD, apply
-from troupe.envs.check.left import KINDS, Left, look, since
+from troupe.envs.check.left import KINDS, Left, Watch, look, since
 from troupe.envs.check.report import Found
 from troupe.protocol.errors import EpisodeError, TimedOut
 
 if TYPE_CHECKING:
     from troupe.envs.check.suite import Suite
 
-_CYCLES = 3  # episodes after which what is left behind is counted again
+_REPEATED = 3  # of a kind: no longer one for all episodes together
+_GROWS_MB = 1.0  # an episode
 _SETTLE_S = 1.0  # for what ends by itself after `close`
 
 
@@ -23,13 +25,13 @@ async def process(suite: Suite) -> Found:
     """What all episodes of a process share, and the options, must be as they were."""
     if suite.options != suite.given:
         return "broken", f"it has changed the options that it was given: {str(suite.given)[:80]} to {str(suite.options)[:80]}"
-    if moved := suite.process.moved():
-        return "broken", f"the working folder is now {moved}: it is shared by all episodes of a process"
+    if changed := suite.process.changed(grave=True):
+        return "broken", f"it has changed what all episodes of a process share: {_first(changed)}"
     if drawn := suite.process.drawn():
         told = f"it draws from or seeds {' and '.join(drawn)}, which all episodes of a process share: use self.rng"
         return ("broken" if suite.unsure else "warning"), told
-    if variables := suite.process.variables():
-        return "warning", f"it has changed environment variables: {', '.join(variables)[:80]}"
+    if changed := suite.process.changed(grave=False):
+        return "warning", f"it has changed what all episodes of a process share: {_first(changed)}"
     return "ok", ""
 
 
@@ -55,32 +57,48 @@ async def closes(suite: Suite) -> Found:
 
 
 async def leaves(suite: Suite) -> Found:
-    """What there is more of after a few more episodes is leaked; what is there once may be shared by all of them."""
+    """What there was more of after all episodes had been played once more is leaked; what is there once may be shared."""
     if isinstance(suite.close_failed, TimedOut):
         return "unknown", "not looked at: it does not close"
-    first = look(suite.folder)
-    for episode in (suite.played * _CYCLES)[:_CYCLES]:
-        async with suite.open() as driver:
-            await driver.reset(episode.task)
-            with contextlib.suppress(*TOLD, EpisodeError):
-                await apply(driver, episode.actions[0])
-    grown = since(first, look(suite.folder))
     until = perf_counter() + _SETTLE_S
-    while any(len(grown[kind]) >= _CYCLES for kind in KINDS) and perf_counter() < until:
+    while (leaked := _leaked(suite)) and perf_counter() < until:
         await asyncio.sleep(0.02)
-        grown = since(first, look(suite.folder))
-    for kind in KINDS:
-        if len(grown[kind]) >= _CYCLES:
-            return "broken", f"{len(grown[kind])} more after {_CYCLES} closed episodes: {kind} {_some(grown, kind)}"
+    if leaked:
+        return "broken", leaked
     left = since(suite.before, look(suite.folder))
     if left["process"]:
         return "broken", f"still running: process {_some(left, 'process')}"
-    for kind in ("thread", "temporary file"):
+    if len(left["open file"]) >= max(_REPEATED, len(suite.played)):
+        return "warning", f"{len(left['open file'])} in all, perhaps one a task: open file {_some(left, 'open file')}"
+    for kind in ("thread", "asyncio task", "temporary file"):
         if left[kind]:
             return "warning", f"once, perhaps for all episodes together: {kind} {_some(left, kind)}"
+    if suite.watch.megabytes >= _GROWS_MB and (more := await _grows(suite)) >= _GROWS_MB:
+        return "warning", f"it takes {more:.0f} MB of memory with each of its episodes, and does not give them back"
     return "ok", ""
 
 
+def _leaked(suite: Suite) -> str:
+    """What was left of the episodes that were played once more, and not for the first time."""
+    now = look(suite.folder)
+    left, still = since(suite.before, now), suite.watch.still(now)
+    for kind in KINDS:
+        if still[kind] and len(left[kind]) >= _REPEATED:
+            count = f"{len(still[kind])} more after {suite.watch.episodes} closed episodes, {len(left[kind])} in all"
+            return f"{count}: {kind} {_some(still, kind)}"
+    return ""
+
+
+async def _grows(suite: Suite) -> float:
+    """MB with each episode, all of them played again: what grew at first may be kept for what comes next."""
+    with Watch(suite.folder) as watch:
+        await replays(suite, watch)
+    return watch.megabytes
+
+
 def _some(left: Left, kind: str) -> str:
-    names = sorted(set(left[kind].values()))
+    return _first(sorted(set(left[kind].values())))
+
+
+def _first(names: list[str]) -> str:
     return ", ".join(names[:3]) + (" …" if len(names) > 3 else "")

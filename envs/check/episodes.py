@@ -6,13 +6,13 @@ Promise: whoever acts draws from a generator of its own; nothing here touches th
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
+from json import dumps, loads  # a world may replace those of the module
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
@@ -41,13 +41,14 @@ Timer = Callable[[str], AbstractContextManager[Any]]
 class Episode:
     """What was done and what came back: `seen`, comparable with `==`.
 
-    turns: that it may have. began: when, in seconds since 1970.
+    turns: that it may have. index: of the task in its split. began: when, in seconds since 1970.
     words: blank-separated, of observations and messages. longest, characters: of one observation,
     and of all of them.
     """
 
     task: Task
     turns: int
+    index: int = 0
     began: float = field(default_factory=time)
     actions: list[Action] = field(default_factory=list)
     seen: list[tuple[Any, ...]] = field(default_factory=list)
@@ -201,7 +202,7 @@ def sample(schema: Mapping[str, Any], root: Mapping[str, Any], words: list[str],
 
 def plain(value: Any) -> Any:
     """As JSON has it: what another process can be told, and compares equal."""
-    return json.loads(json.dumps(value, default=str))
+    return loads(dumps(value, default=str))
 
 
 # -- the player's score ----------------------------------------------------------------------------------------------

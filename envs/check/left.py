@@ -1,24 +1,23 @@
-"""What a world leaves behind: threads, processes, open files, temporary files; and what it changes in its process.
+"""What a world leaves behind: threads, processes, tasks of the event loop, open files, temporary files, and memory.
 
 Promise: processes that carry this check's temporary folder in their environment, and only those, are ended by it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
-import random
 import shutil
 import signal
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-KINDS = ("thread", "process", "open file", "temporary file")
+KINDS = ("thread", "process", "asyncio task", "open file", "temporary file")
 _OURS = ("world-", "asyncio_", "check-")  # threads of the driver, of the loop's executor, and of the check
 _PROC = Path("/proc")
 
@@ -49,14 +48,51 @@ def look(folder: str) -> Left:
     return {
         "thread": {thread: thread.name for thread in threading.enumerate() if not thread.name.startswith(_OURS)},
         "process": {pid: _command(pid) for pid in processes(folder)},
+        "asyncio task": {task: getattr(task.get_coro(), "__qualname__", task.get_name()) for task in asyncio.all_tasks()},
         "open file": _open_files(),
         "temporary file": {path: Path(path).name for path in map(str, Path(folder).iterdir())},
     }
 
 
 def since(before: Left, now: Left) -> Left:
-    """What is there now and was not."""
-    return {kind: {key: name for key, name in now[kind].items() if key not in before[kind]} for kind in KINDS}
+    """What is there now and was not, of the kinds of which there is more."""
+    return {
+        kind: {key: name for key, name in now[kind].items() if key not in before[kind]}
+        if len(now[kind]) > len(before[kind])
+        else {}
+        for kind in KINDS
+    }
+
+
+class Watch:
+    """What is left of a number of episodes: count them, in a `with` of this. folder: of `own_folder`."""
+
+    def __init__(self, folder: str) -> None:
+        self.episodes = 0
+        self._folder, self._new, self._bytes = folder, dict[str, dict[Any, str]](), 0
+
+    def __enter__(self) -> Watch:
+        self._before, self._size = look(self._folder), resident()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._new, self._bytes = since(self._before, look(self._folder)), resident() - self._size
+
+    def still(self, now: Left) -> Left:
+        """What they have left, as far as it is there."""
+        return {kind: {key: name for key, name in found.items() if key in now[kind]} for kind, found in self._new.items()}
+
+    @property
+    def megabytes(self) -> float:
+        """By which each of them has made this process larger, on average."""
+        return self._bytes / 1e6 / max(1, self.episodes)
+
+
+def resident() -> int:
+    """The memory that this process occupies, in bytes; 0 where nobody says."""
+    with contextlib.suppress(OSError):
+        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def processes(folder: str) -> list[int]:
@@ -101,63 +137,3 @@ def _open_files() -> dict[Any, str]:
             target = os.readlink(link)
             found[link.name, target] = target
     return found
-
-
-# -- the process itself ----------------------------------------------------------------------------------------------
-
-
-def _numpy() -> Any:
-    module = sys.modules.get("numpy.random")
-    return None if module is None else repr(module.get_state())
-
-
-def _torch() -> Any:
-    module = sys.modules.get("torch")
-    return None if module is None else module.get_rng_state().tolist()
-
-
-def _folder_now() -> str:
-    try:
-        return os.getcwd()
-    except OSError:
-        return "a folder that is gone"
-
-
-_CHANCE: dict[str, Callable[[], Any]] = {
-    "Python's global random": random.getstate,
-    "numpy's global random": _numpy,
-    "torch's global random": _torch,
-}
-
-
-class Process:
-    """What all worlds of a process share, as it is when this is made."""
-
-    def __init__(self) -> None:
-        self._chance = {name: read() for name, read in _CHANCE.items()}
-        self._folder = _folder_now()
-        self._environment = dict(os.environ)
-
-    def drawn(self) -> list[str]:
-        """Global generators that were used or seeded since."""
-        return [name for name, read in _CHANCE.items() if self._chance[name] is not None and read() != self._chance[name]]
-
-    def moved(self) -> str:
-        """The working folder, if it is another one now."""
-        now = _folder_now()
-        return "" if now == self._folder else now
-
-    def variables(self) -> list[str]:
-        """Environment variables that were changed."""
-        now = dict(os.environ)
-        return sorted(name for name in now.keys() | self._environment.keys() if now.get(name) != self._environment.get(name))
-
-    def restore(self) -> None:
-        """Puts folder and environment back."""
-        with contextlib.suppress(OSError):
-            os.chdir(self._folder)
-        for name in self.variables():
-            if name in self._environment:
-                os.environ[name] = self._environment[name]
-            else:
-                os.environ.pop(name, None)

@@ -2,18 +2,21 @@
 
 `Others` starts the processes and compares; `main` is what runs in each. A process is asked by one JSON object on its
 standard input and answers with one on its standard output; what a world prints goes to standard error.
+
+They play the last episode first. One that comes out otherwise there is played once more in a process that plays the first one
+first: if it comes out as here then, it is the order that makes the difference, and not the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from json import dumps, loads  # a world may replace those of the module
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +35,21 @@ def name_of(world: type[TextWorld]) -> str:
     """A name under which another process finds the class; empty if there is none."""
     if world.name.partition(":")[0] in registry.PREFIXES:
         return world.name  # the class was made of it
-    found: Any = sys.modules.get(world.__module__)
+    module = sys.modules.get(world.__module__)
+    found: Any = module
     for part in world.__qualname__.split("."):
         found = getattr(found, part, None)
-    if found is not world:  # local to a function, or made by one
+    qualname = world.__qualname__
+    if found is not world:  # local to a function; or made by one, and held by another name
+        qualname = next((name for name, value in vars(module).items() if value is world), "") if module else ""
+    if not qualname:
         return ""
     try:
         file = Path(inspect.getfile(world)).resolve()
     except (OSError, TypeError):
         return ""
     place = world.__module__ if (file.parent / "__init__.py").exists() else str(file)
-    return f"{place}:{world.__qualname__}"
+    return f"{place}:{qualname}"
 
 
 def started(module: str, *, folder: str = "", hash_seed: int | None = None, quiet: bool = False) -> subprocess.Popen[bytes]:
@@ -71,14 +78,21 @@ def mute() -> int:
 
 
 class Others:
-    """Other processes with the same world. folder: for temporary files. They live until `close`."""
+    """Other processes with the same world. folder: for temporary files. They live until `close`. name: by which they find it
+    if the class itself does not tell."""
 
-    def __init__(self, world: type[TextWorld], options: Mapping[str, Any], count: int, folder: str, timeout_s: float) -> None:
-        self._name, self._options, self._timeout_s = name_of(world), dict(options), timeout_s
+    def __init__(
+        self, world: type[TextWorld], options: Mapping[str, Any], count: int, folder: str, timeout_s: float, name: str = ""
+    ) -> None:
+        self._name, self._options, self._timeout_s = name_of(world) or name, dict(options), timeout_s
+        self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
         if self._name:
-            seeds = range(1, count + 1)
-            self._processes = [started("others", folder=folder, hash_seed=seed, quiet=True) for seed in seeds]
+            for seed in range(1, count + 1):
+                self._start(seed)
+
+    def _start(self, hash_seed: int) -> None:
+        self._processes.append(started("others", folder=self._folder, hash_seed=hash_seed, quiet=True))
 
     @property
     def missing(self) -> str:
@@ -87,10 +101,11 @@ class Others:
             return ""
         return "not asked for" if self._name else "another process cannot find this class: define it in a file or a module"
 
-    async def differ(self, played: list[Episode], seconds: float) -> str:
-        """How the episodes came out otherwise elsewhere; empty if they did not. seconds: that they took here.
+    async def differ(self, played: list[Episode], seconds: float) -> tuple[str, str]:
+        """How the episodes came out otherwise elsewhere, and how only in another order; each empty if they did not.
 
-        Raises EpisodeError if the world broke there, NotReady if a process could not say how they came out.
+        seconds: that they took here. Raises EpisodeError if the world broke there, NotReady if a process could not say how
+        they came out.
         """
         request = {
             "name": self._name,
@@ -99,21 +114,26 @@ class Others:
             "episodes": [
                 {
                     "split": e.task.split,
-                    "index": index,
+                    "index": e.index,
                     "turns": e.turns,
                     "began": e.began,
                     "actions": [_written(a) for a in e.actions],
                 }
-                for index, e in enumerate(played)
+                for e in played
             ],
         }
-        try:
-            text = json.dumps(request).encode()
-        except (TypeError, ValueError) as error:
-            return f"what the player or the options say is no JSON: {error}"
         limit = _SLACK_S + self._timeout_s + 5 * seconds
-        answers = await asyncio.gather(*(asyncio.to_thread(_asked, process, text, limit) for process in self._processes))
-        return next((found for found in (_compared(played, answer) for answer in answers) if found), "")
+        try:
+            texts = [dumps(request | {"backwards": backwards}).encode() for backwards in (True, False)]
+        except (TypeError, ValueError) as error:
+            return f"what the player or the options say is no JSON: {error}", ""
+        answers = await asyncio.gather(*(asyncio.to_thread(_asked, process, texts[0], limit) for process in self._processes))
+        for hash_seed, answer in enumerate(answers, 1):
+            if found := _compared(played, answer):
+                self._start(hash_seed)
+                other = _compared(played, await asyncio.to_thread(_asked, self._processes[-1], texts[1], limit))
+                return (other, "") if other else ("", found)
+        return "", ""
 
     def close(self) -> None:
         """Ends them."""
@@ -129,7 +149,7 @@ class Others:
 def _asked(process: subprocess.Popen[bytes], text: bytes, limit: float) -> dict[str, Any]:
     try:
         answer, _ = process.communicate(text, timeout=limit)
-        found: dict[str, Any] = json.loads(answer)
+        found: dict[str, Any] = loads(answer)
         return found
     except subprocess.TimeoutExpired:
         raise NotReady(f"the other process has not answered for {limit:.0f} s") from None
@@ -185,12 +205,12 @@ def _written(action: Action) -> Any:
 def main() -> None:
     """Answers one request, and is gone at once, whatever the world has started."""
     answers = mute()
-    request = json.loads(sys.stdin.buffer.read())
+    request = loads(sys.stdin.buffer.read())
     with moved() as clock:
         clock.seconds = LATER_S
         found = asyncio.run(_answer(request, clock))
     with open(answers, "wb") as file:
-        file.write(json.dumps(found).encode())
+        file.write(dumps(found).encode())
     os._exit(0)
 
 
@@ -210,7 +230,7 @@ async def _replay(request: dict[str, Any], clock: Clock) -> list[Any]:
     closes = True
     world = registry.find(request["name"])
     found = []
-    for asked in request["episodes"]:
+    for asked in request["episodes"][:: -1 if request["backwards"] else 1]:
         clock.at(asked["began"] + LATER_S)
         driver = Driver(registry.make(world, request["options"]), timeout_s=request["timeout_s"])
         actions = [action if isinstance(action, str) else ToolCall(*action) for action in asked["actions"]]
@@ -222,4 +242,4 @@ async def _replay(request: dict[str, Any], clock: Clock) -> list[Any]:
         except (EpisodeError, TimedOut):
             closes = False
         found.append([plain(asdict(task)), plain(episode.seen)])
-    return found
+    return found[:: -1 if request["backwards"] else 1]

@@ -12,14 +12,17 @@ import copy
 import inspect
 import json
 import random
+import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from troupe.envs.base import SPLITS, Task, TextWorld
-from troupe.envs.check.again import REPLAYS, beside, elsewhere, leaks, replays
+from troupe.envs.check.again import REPLAYS, elsewhere, leaks, replays
+from troupe.envs.check.beside import beside
 from troupe.envs.check.ends import closes, leaves, process
 from troupe.envs.check.episodes import (
     Agent,
@@ -29,10 +32,11 @@ from troupe.envs.check.episodes import (
     player_or_guesser,
 )
 from troupe.envs.check.garbage import GARBAGE, garbage
-from troupe.envs.check.left import Process, end, look, own_folder
+from troupe.envs.check.left import Watch, end, look, own_folder
 from troupe.envs.check.looking import Looking
 from troupe.envs.check.others import Others
 from troupe.envs.check.report import Finding, Found, Report
+from troupe.envs.check.shared import Process
 from troupe.envs.check.splits import splits
 from troupe.envs.drive import Driver
 from troupe.envs.registry import make
@@ -59,6 +63,7 @@ PROMISES = (
 )
 
 _NEED_EPISODES = {*PROMISES[3:8], PROMISES[11], PROMISES[15]}
+_OTHERWISE = 4  # tasks that are played once more, with other actions
 _LOOKED = 5  # episodes that are looked at
 _SHARE = 8  # of the seconds there are, what one promise may use
 _OBSERVATION, _EPISODE = 100_000, 400_000  # characters: about 25,000 and 100,000 tokens
@@ -69,7 +74,8 @@ Tell = Callable[[Finding | str], None]
 
 
 class Suite:
-    """One check of one world. others: processes that play the same episodes. limit_s: about how long it may take in all."""
+    """One check of one world. others: processes that play the same episodes. limit_s: about how long it may take in all.
+    name: under which others find the world, if its class does not tell."""
 
     def __init__(
         self,
@@ -80,24 +86,27 @@ class Suite:
         others: int,
         limit_s: float,
         tell: Tell,
+        name: str = "",
     ) -> None:
         self.world, self.options, self.episodes, self.timeout_s = world, options, episodes, timeout_s
-        self.share_s, self.tell, self.count = limit_s / _SHARE, tell, others
+        self.share_s, self.tell, self.count, self.name = limit_s / _SHARE, tell, others, name
         self.given = copy.deepcopy(options)
         self.report = Report(world.name if isinstance(world.name, str) and world.name else world.__name__)
         self.played: list[Episode] = []
+        self.otherwise: list[Episode] = []  # of the first of their tasks, with other actions
         self.meter = Meter()
         self.first_s = 0.0
         self.stop = ""  # why nothing more is looked at
         self.close_failed: Exception | None = None
+        self.leaked = ""  # what came out otherwise in another order
         self.unsure = False  # whether chance was seen that no task accounts for
 
     async def run(self) -> Report:
         """Looks at everything."""
         with own_folder() as self.folder:
-            self.process, self.before = Process(), look(self.folder)
-            self.others = Others(self.world, self.options, self.count, self.folder, self.timeout_s)
             beating = asyncio.ensure_future(self.meter.beat())
+            self.process, self.before, self.watch = Process(), look(self.folder), Watch(self.folder)
+            self.others = Others(self.world, self.options, self.count, self.folder, self.timeout_s, self.name)
             try:
                 for name, promise in zip(PROMISES, self._promises(), strict=True):
                     await self._look(name, promise)
@@ -115,7 +124,7 @@ class Suite:
             self._made,
             self._tasks,
             self._runs,
-            partial(replays, self),
+            partial(replays, self, self.watch),
             partial(elsewhere, self),
             partial(leaks, self),
             partial(beside, self),
@@ -148,8 +157,10 @@ class Suite:
                 found = ("broken", str(error))
             except EpisodeError as error:
                 found = ("broken", str(error))
-            except RecursionError as error:
-                found = ("broken", f"RecursionError: {error}")
+            except Exception as error:  # what it has changed the check needs as well
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{Path(line.filename).name}, line {line.lineno}"
+                found = ("broken", f"the check itself failed: {type(error).__name__}: {error} ({where})")
         if found is not None:
             self.report.findings.append(Finding(name, *found))
             self.tell(self.report.findings[-1])
@@ -229,23 +240,35 @@ class Suite:
         return "ok", ""
 
     async def _runs(self) -> Found:
+        """And some of their tasks once more: to be won where they were not, by a player that can, and else at random."""
         began = perf_counter()
         for index in range(self.episodes):
-            task = self.task("train", index)
-            async with self.open() as driver:
-                playing = Playing(driver, task, player_or_guesser(driver, random.Random(index)), timer=self.meter)
-                await playing.begin()
-                while await playing.turn():
-                    if perf_counter() - began > self.share_s:
-                        playing.episode.turns = len(playing.episode.actions)
-                        break
-                self.played.append(await playing.end())
+            self.played.append(await self._first(index, 0.5, index, began + self.share_s))
             if perf_counter() - began > self.share_s:
                 break
+        for episode in self.played[:_OTHERWISE]:
+            if perf_counter() - began > self.share_s:
+                break
+            other = await self._first(episode.index, float(episode.success), ~episode.index, began + self.share_s)
+            if other.actions != episode.actions:
+                self.otherwise.append(other)
         self.first_s = perf_counter() - began
         self.report.episodes, self.report.steps = len(self.played), sum(len(e.actions) for e in self.played)
         few = f" of {self.episodes}, because it is slow" if len(self.played) < self.episodes else ""
         return "ok", f"{len(self.played)} episodes{few}, {self.report.steps} steps"
+
+    async def _first(self, index: int, noise: float, seed: int, until: float) -> Episode:
+        """An episode of the training task `index`, broken off when it is late."""
+        async with self.open() as driver:
+            act = player_or_guesser(driver, random.Random(seed), noise)
+            playing = Playing(driver, self.task("train", index), act, timer=self.meter)
+            playing.episode.index = index
+            await playing.begin()
+            while await playing.turn():
+                if perf_counter() > until:
+                    playing.episode.turns = len(playing.episode.actions)
+                    break
+            return await playing.end()
 
     async def _looks(self) -> Found:
         """`state`, `state_key` and `tools`, asked again and again."""

@@ -1,12 +1,17 @@
-"""What tests of worlds share: sandboxes, and language models that say what they are told to say."""
+"""What tests of worlds share: sandboxes, strangers' worlds, and language models that say what they are told to say."""
 
+import importlib.util
+import inspect
 import json
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
+from tests.envs.checked import STRANGERS
 from troupe.envs.sandbox import missing
 
 
@@ -16,6 +21,26 @@ def bubblewrap() -> dict[str, str]:
     if why := missing("bubblewrap"):
         pytest.skip(why)
     return {"sandbox": "bubblewrap"}
+
+
+@pytest.fixture
+def strangers():
+    """The worlds of all files, each test with classes of its own."""
+    worlds = SimpleNamespace()
+    files = sorted(STRANGERS.glob("*.py"))
+    for file in files:
+        spec = importlib.util.spec_from_file_location(f"strangers_under_test_{file.stem}", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        vars(worlds).update({name: value for name, value in vars(module).items() if inspect.isclass(value)})
+    yield worlds
+    for world in (worlds.LeavesThread, worlds.OneThreadForAll, worlds.ThreadOnTheSecondStep):
+        world.stop.set()
+    for file in (*worlds.LeavesFile.kept, *sys.modules["strangers_under_test_left"].kept):
+        getattr(file, "close", lambda: None)()
+    for file in files:
+        del sys.modules[f"strangers_under_test_{file.stem}"]
 
 
 @contextmanager

@@ -219,3 +219,34 @@ def test_an_atari_screen_is_a_coarse_picture_and_its_seed_an_episode():
     world, opening = opened("gymnasium:ALE/Pong-v5", obs_type="ram")
     assert len(opening.splitlines()[0].split()) == 128
     world.close()
+
+
+WRAPPED = """
+import gymnasium
+from gymnasium import spaces
+from troupe.envs.adapters.gymnasium import wrap
+
+class Rooms(gymnasium.Env):
+    observation_space = spaces.Text(60, charset="abcdefghijklmnopqrstuvwxyz 0123456789,")
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"room {self.np_random.integers(10**6)} exits " + ",".join(EXITS), {}
+
+    def step(self, action):
+        return "out", float(action), True, False, {}
+
+Maze = wrap(lambda: Rooms(), actions=["north", "south"], name="maze")
+"""
+
+
+@pytest.mark.parametrize(
+    ("exits", "status"), [('{"north", "south", "east", "west", "up"}', "broken"), ('("north", "south")', "ok")]
+)
+def test_a_wrapped_world_of_a_file_is_looked_at_in_another_process(tmp_path, exits, status):
+    file = tmp_path / "my_env.py"
+    file.write_text(WRAPPED.replace("EXITS", exits))
+    report = check(registry.find(f"{file}:Maze"), episodes=3, others=1)
+    found = {finding.name: finding.status for finding in report.findings}
+    assert found["another process gives the same episode"] == status and report.ok == (status == "ok"), str(report)

@@ -7,7 +7,8 @@ import tempfile
 import time
 
 from tests.envs.strangers.good import WORDS, Base, Newcomer
-from troupe.envs import Task, Turn
+from troupe.envs import InvalidAction, Task, Turn
+from troupe.envs.base import belongs
 
 
 class Unseeded(Base):
@@ -149,9 +150,56 @@ class TakesAnyOption(Base):
 
 
 class SplitBySeed(Base):
+    """Its player can say the word that the opening does not."""
+
     def reset(self, task):
-        super().reset(task)
+        self.word, self.guesses = random.Random(task.seed).choice(WORDS), 0
         return f"task {task.seed}"
+
+    def play(self, rng, noise):
+        return self.word
+
+
+class Riddle(Base):
+    """A sound one: it opens with one of few letters, splits by content, and nothing but its word is rewarded."""
+
+    words = tuple(a + b + c for a in "bcd" for b in "aeiou" for c in "lmnprst")
+
+    def reset(self, task):
+        self.word = self.rng.choice([word for word in self.words if belongs(word, task.split)])
+        return f"Guess my word. It begins with {self.word[0]}."
+
+    def step(self, text):
+        if len(text) != 3:
+            raise InvalidAction("three letters")
+        return Turn("no" if text != self.word else "yes", reward=float(text == self.word), done=text == self.word)
+
+
+class RiddleThatTells(Riddle):
+    def state(self):
+        return {"word": self.word}
+
+
+class RiddleThatTellsNothing(Riddle):
+    def state(self):
+        return {"turn": 1}
+
+
+class TellingOfHalf(Newcomer):
+    """Sound: another secret, of which `state` tells but one digit."""
+
+    def reset(self, task):
+        opening = super().reset(task)
+        self.secret = next(n for n in iter(lambda: self.rng.randint(1, 100), None) if belongs(str(n), task.split))
+        return opening
+
+    def step(self, text):
+        turn = super().step(text)
+        turn.text += f" {self.secret}"
+        return turn
+
+    def state(self):
+        return {"even": self.secret % 2 == 0}
 
 
 class SameQuestions(Base):
@@ -189,3 +237,22 @@ class FewTasks(Base):
     @classmethod
     def task(cls, split, index):
         return Task(f"{split}/{index}", "w", split, [7, 8, 9][index])
+
+
+def made(answer):
+    """A class that is made by a function, and held by another name than its own."""
+
+    class World(Base):
+        def step(self, text):
+            super().step(text)
+            return answer(text)
+
+    return World
+
+
+MadeByHash = made(lambda text: f"code {hash(text)}")
+MadeSound = made(lambda text: f"you said {text}")
+
+
+class Box:
+    Inside = made(lambda text: f"code {hash(text)}")
