@@ -37,7 +37,7 @@ CALL_S, LOAD_S = 150.0, 600.0
 _LOOK_S = 15.0
 """A server with requests in flight is looked after this often."""
 SILENT_S = 300.0
-"""So long may it have requests and say not one token, unless it was told to wait: longer than its prompts and a few steps take."""
+"""So long may it have requests and say not one token, if it was not told to wait: more than prompts and a few steps take."""
 
 
 W = TypeVar("W", bound=ServerWire)
