@@ -235,11 +235,18 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
             short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
             temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=short)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary  # else torch leaves a folder beside it
-            try:
-                ray.init(_temp_dir=temporary, include_dashboard=False, **common)
-            except Exception as error:  # Ray raises a bare one
-                reason = str(error).strip().splitlines()[0]
-                raise TroupeError(f"Ray did not start on this machine: {reason} Is it very busy? Then try again") from error
+            for last in (False, True):  # Ray gives its own processes 30 s, which on a busy machine they may miss
+                try:
+                    ray.init(_temp_dir=temporary, include_dashboard=False, **common)
+                    break
+                except Exception as error:  # Ray raises a bare one
+                    reason = str(error).strip().splitlines()[0]
+                    if last:
+                        raise TroupeError(
+                            f"Ray did not start on this machine: {reason} Is it very busy? Then try again"
+                        ) from error
+                    ray.shutdown()
+                    _end_stragglers(temporary)
         yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
