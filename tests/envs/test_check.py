@@ -178,7 +178,8 @@ def test_an_inline_world_may_take_its_time_if_others_go_on_meanwhile(strangers, 
 @pytest.mark.parametrize("name", ["ByTheMinute", "ByTheSecond"])
 def test_a_world_that_reads_the_clock_is_found_by_a_process_on_another_day(strangers, name):
     report = check(getattr(strangers, name), episodes=1, others=1)
-    assert status_of(report)[ELSEWHERE] == "broken" and "the clock" in detail_of(report, ELSEWHERE), str(report)
+    if status_of(report)[SAME] == "ok":  # else its minute or second was over before it was played once more here
+        assert status_of(report)[ELSEWHERE] == "broken" and "the clock" in detail_of(report, ELSEWHERE), str(report)
 
 
 @pytest.mark.parametrize(
