@@ -459,7 +459,8 @@ class Trainer:
                 )
             if len(s.tokens) > self._reach:
                 raise BatchError(
-                    f"a sequence of {len(s.tokens)} tokens is longer than the model's context of {self._reach}: lower the episode's token limit"
+                    f"a sequence of {len(s.tokens)} tokens is longer than the model's context of {self._reach}: "
+                    "lower the episode's token limit"
                 )
 
     def timings(self) -> list[Span]:

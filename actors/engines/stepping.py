@@ -27,6 +27,7 @@ from troupe.actors.engines.scoring import Scoring
 from troupe.learner import alone
 from troupe.learner.model import exchange
 from troupe.learner.reach import reach
+from troupe.learner.settings import check_present
 from troupe.protocol.messages import Generate, Generated
 from troupe.protocol.trajectory import Finish
 
@@ -115,6 +116,7 @@ class Stepper:
 
     def run(self, load_model: Callable[[], Any], threads: int, loaded: Callable[[Any], None]) -> None:
         """Loads the model, then steps it until told to shut. What breaks is raised."""
+        check_present(str(self._device), "generator.device")
         torch.set_num_threads(threads)
         self._adopt(load_model())
         self._answers.append((loaded, None))

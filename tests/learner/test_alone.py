@@ -1,4 +1,4 @@
-"""Which models sequences can be laid end to end in: those in which they do not change each other; the rest is refused at once."""
+"""In which models sequences can be laid end to end: where they do not change each other; the rest is refused at once."""
 
 from __future__ import annotations
 

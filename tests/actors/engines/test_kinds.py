@@ -1,4 +1,4 @@
-"""Which models the embedded engine serves: those of which it says what plain transformers says; the rest is refused at its start."""
+"""The embedded engine serves models of which it says what plain transformers says; the rest is refused at its start."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 from tests.actors.engines.suite import ENGINES, assert_true
 from tests.learner.kinds import RIGHT, VOCABULARY, WRONG, maker
 from troupe.actors.engines.local import LocalEngine
+from troupe.learner import ranks
 from troupe.learner.model import tensors_of
 from troupe.protocol.errors import ConfigError, TaskFailed
 from troupe.protocol.messages import Generate, Sampling
@@ -55,3 +56,14 @@ async def test_nothing_is_longer_than_what_a_model_reads_whole_and_in_any_compan
     with pytest.raises(TaskFailed, match=f"context of {context}"):
         await engine.generate(Generate("r", "", np.full(context, 5, np.int32), Sampling(max_tokens=10)))
     await engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: nothing is missing")
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+async def test_a_gpu_that_is_not_there_is_named_by_its_setting(device: str) -> None:
+    engine = LocalEngine(lambda: maker("llama")(0), device=device)
+    with pytest.raises(ConfigError, match=f"generator.device = '{device}', but torch sees 0 GPUs"):
+        await engine.start()
+    await engine.close()
+    with pytest.raises(ConfigError, match=f"learner.device = '{device}', but torch sees 0 GPUs"):
+        ranks.device(device)
