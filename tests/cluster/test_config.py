@@ -298,4 +298,4 @@ def test_numbers_and_devices_that_mean_nothing_are_refused(recipe, key, value, s
 
 def test_devices_that_machines_have_are_taken(recipe):
     path = recipe('[env]\nname = "frozen_lake"\n[generator]\ndevice = "cuda:7"\n[learner]\ndevice = "auto"\n')
-    assert read(path).generator.device == "cuda:7"
+    assert recipes.read(path).generator.device == "cuda:7"
