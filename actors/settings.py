@@ -8,15 +8,16 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from troupe.learner.config import LearnerConfig, LoraSettings, ModelConfig
 from troupe.learner.health.settings import HealthConfig
+from troupe.learner.settings import Device, Settings
 from troupe.protocol.messages import COLDEST
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+class _Section(Settings):
+    model_config = ConfigDict(protected_namespaces=())
 
 
 class EnvSettings(_Section):
@@ -24,9 +25,11 @@ class EnvSettings(_Section):
 
     name: str = Field("frozen_lake", description="built-in name, entry point, module:Class or file.py:Class")
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the world's constructor")
-    actors: int = Field(2, ge=1, description="environment pool actors (processes) at the start")
-    min_actors: int | None = Field(None, ge=1, description="fewest pools when idle; unset: `actors`. See docs/pools.md")
-    max_actors: int | None = Field(None, ge=1, description="most pools under load; unset: `actors`")
+    actors: int = Field(2, ge=1, le=10_000, description="environment pool actors (processes) at the start")
+    min_actors: int | None = Field(
+        None, ge=1, le=10_000, description="fewest pools when idle; unset: `actors`. See docs/pools.md"
+    )
+    max_actors: int | None = Field(None, ge=1, le=10_000, description="most pools under load; unset: `actors`")
     slots: int = Field(32, ge=1, description="environments that one pool holds at a time")
     scale_out_s: float = Field(10.0, ge=0, allow_inf_nan=False, description="seconds of pressure until pools are added")
     scale_in_s: float = Field(60.0, ge=0, allow_inf_nan=False, description="seconds of little load until pools are taken away")
@@ -202,11 +205,11 @@ def _address(url: str) -> str:
 class GeneratorSettings(_Section):
     """[generator]: the replicas that sample tokens."""
 
-    replicas: int = Field(1, ge=1, description="generator actors")
+    replicas: int = Field(1, ge=1, le=1024, description="generator actors")
     engine: Literal["local", "sglang", "vllm"] = Field("local", description="generation engine, see docs/engines.md")
     max_running: int = Field(64, ge=1, description="requests that one replica advances together")
     threads: int = Field(1, ge=1, description="CPU threads of one replica")
-    device: str = Field("cpu", description="cpu or cuda")
+    device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     sglang_python: str = Field("", description="interpreter in which SGLang is installed; empty: the one that runs Troupe")
     sglang_url: Annotated[str, AfterValidator(_address)] = Field(
         "",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from troupe.learner.settings import DeviceOrAuto, Settings
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+class _Settings(Settings):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class LoraSettings(_Settings):
@@ -201,10 +203,11 @@ class LearnerConfig(_Settings):
     ranks: int = Field(
         1,
         ge=1,
+        le=1024,
         description="processes that share weights and work (FSDP), each on its own GPU, or on the CPU; see docs/ranks.md",
     )
     threads: int = Field(1, ge=1, description="CPU threads of each rank")
-    device: str = Field("auto", description="torch device; auto: the GPU that this process sees, else the CPU")
+    device: DeviceOrAuto = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU that this process sees, else the CPU")
 
     @model_validator(mode="after")
     def _combine(self) -> LearnerConfig:

@@ -21,13 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from troupe.learner import ranks
+from troupe.learner import alone, ranks
 from troupe.learner.errors import BatchError
+from troupe.learner.reach import reach
 from troupe.learner.truncation import kept
 from troupe.protocol.errors import ConfigError
 
 ATTENTION = "troupe_packed"
 """Name of the attention implementation that `prepare` gives a model."""
+
+_CANNOT = (
+    "be trained on packed rows: train one whose layers look from token to token by plain attention alone, as those of llama, "
+    "mistral, qwen2, qwen3 and gemma3 do"
+)
 
 _LOGITS_AT_ONCE = 1 << 25
 """Float32 logits held at a time (128 MiB)."""
@@ -190,7 +196,7 @@ def prepare(model: torch.nn.Module, *, device: torch.device | None = None, check
 
     From then on it reads packed rows and nothing else; of several ranks each holds a share of it. checkpointing: keep only
     what goes into each layer, and compute the rest again in the backward pass (arXiv:1604.06174). Raises ConfigError if
-    its attention cannot be replaced.
+    its attention cannot be replaced, or sequences in a row then change each other (`alone`).
     """
     from transformers import AttentionInterface
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -199,9 +205,7 @@ def prepare(model: torch.nn.Module, *, device: torch.device | None = None, check
     causal: Any = model.get_base_model() if hasattr(model, "peft_config") else model  # type: ignore[operator]
     if getattr(causal.config, "is_encoder_decoder", False):
         raise ConfigError(f"a {causal.config.model_type} model is no decoder: it cannot be trained here")
-    causal.set_attn_implementation(ATTENTION)
-    if causal.config._attn_implementation != ATTENTION:
-        raise ConfigError(f"a {causal.config.model_type} model cannot be trained: its attention cannot be replaced")
+    plain = alone.replace_attention(causal, ATTENTION, _CANNOT)
     layers: list[Any] = [module for module in causal.modules() if isinstance(module, GradientCheckpointingLayer)]
     if checkpointing and not layers:
         raise ConfigError(
@@ -214,7 +218,30 @@ def prepare(model: torch.nn.Module, *, device: torch.device | None = None, check
     if ranks.spread(causal, layers, device or torch.device("cpu")):
         causal.forward = lambda work: work()  # backbone and head are called one by one, and both need their weights
         parts.whole = causal
+    _check(causal, parts, plain)
     return parts
+
+
+def _check(causal: Any, parts: Parts, plain: str) -> None:
+    """Raises ConfigError if a row says something else than its sequences alone: beside each other, and beside the end of a
+    sequence as long as may be."""
+    far = reach(causal.config) or 0
+    forward = type(causal).forward  # of several ranks, the model's own is replaced
+
+    def single(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = parts.run(lambda: forward(causal, input_ids=ids[None], use_cache=False).logits[0])
+        return logits
+
+    def row(sequences: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        lengths = [len(s) for s in sequences]
+        tokens = torch.cat([*sequences, sequences[0][:1]])
+        positions = torch.cat([*(torch.arange(n) for n in lengths), torch.tensor([max(far - 1, 0)])]).to(tokens.device)
+        ends = torch.tensor([*np.cumsum(lengths), len(tokens)], device=tokens.device)
+        every = torch.arange(len(tokens), device=tokens.device)
+        packed = Row(tokens[None], positions[None], [*lengths, 1], ends, every, tokens, every, None)
+        return parts.run(lambda: parts.head(_hidden_states(parts.backbone, packed))), list(every[:-1].split(lengths))
+
+    alone.check(causal, attention=ATTENTION, plain=plain, alone=single, together=row, cannot=_CANNOT)
 
 
 Entropy = Literal["skip", "measure", "train"]
@@ -296,7 +323,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each of `sequence_lengths`; query [1, heads, T, d], key and value [1, kv_heads, T, d]."""
     if softcap is not None:
-        raise ConfigError("attention with a soft cap is not supported on packed rows")
+        raise ConfigError("its attention has a soft cap")
     grouped = key.shape[1] != query.shape[1]
     outputs = []
     for q, k, v in zip(*(torch.split(t, sequence_lengths, dim=2) for t in (query, key, value)), strict=True):

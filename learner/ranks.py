@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from troupe.learner.errors import BatchError
+from troupe.learner.settings import check_present
 from troupe.protocol.errors import ConfigError, pack, unpack
 
 TIMEOUT = timedelta(minutes=30)
@@ -82,9 +83,11 @@ def _meeting(port: int, door: int | None, count: int) -> Any:
 
 
 def device(name: str) -> torch.device:
-    """The device called `name`, or chosen if it is "auto". Raises ConfigError if the machine's ranks have too few GPUs."""
+    """The device called `name`, or chosen if it is "auto". Raises ConfigError if it, or one for each rank, is not there."""
     gpus = torch.cuda.device_count()
-    chosen = torch.device(("cuda" if gpus else "cpu") if name == "auto" else name)
+    name = ("cuda" if gpus else "cpu") if name == "auto" else name
+    check_present(name, "learner.device")
+    chosen = torch.device(name)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size())) if size() > 1 else 1
     if chosen.type == "cuda" and here > max(gpus, 1):
         raise ConfigError(

@@ -14,6 +14,7 @@ its share. All get the same results and errors; weights and checkpoints come fro
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from troupe.learner.model import Tensors, load, parameters_of, tensors_of
 from troupe.learner.optimiser import Optimiser
 from troupe.learner.packing import Entropy, Parts, Row, Trainable, logprobs, prepare, rows_of, trainable
 from troupe.learner.preferences import dpo, pairs_of
+from troupe.learner.reach import reach
 from troupe.learner.reference import Reference
 from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
@@ -79,6 +81,7 @@ class Trainer:
             self.model = load(model, seed=seed)
         self._parts = prepare(self.model, device=self._device, checkpointing=config.activation_checkpointing)
         self._limits: Any = getattr(self.model, "config")  # noqa: B009  (torch types attributes of modules as tensors)
+        self._reach = reach(self._limits) or sys.maxsize
         self._optimiser = Optimiser(
             parameters_of(self.model).values(),
             betas=config.betas,
@@ -454,10 +457,10 @@ class Trainer:
                     f"token id {low if low < 0 else high} is outside of the model's vocabulary of "
                     f"{self._limits.vocab_size}: was the text encoded with another tokenizer?"
                 )
-            if len(s.tokens) > self._limits.max_position_embeddings:
+            if len(s.tokens) > self._reach:
                 raise BatchError(
-                    f"a sequence of {len(s.tokens)} tokens is longer than the model's context of "
-                    f"{self._limits.max_position_embeddings}: lower the episode's token limit"
+                    f"a sequence of {len(s.tokens)} tokens is longer than the model's context of {self._reach}: "
+                    "lower the episode's token limit"
                 )
 
     def timings(self) -> list[Span]:

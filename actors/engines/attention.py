@@ -63,6 +63,14 @@ class Feed:
             self._shared["bias"] = bias[:, None, None].expand(-1, heads, group, -1).reshape(-1, group, bias.shape[1])
         return self._shared["bias"]
 
+    def within(self, window: int) -> None:
+        """Notes that a layer sees so many tokens. Raises ConfigError if a sequence is longer."""
+        self.cache.window = min(window, self.cache.window or window)
+        if max([*self.lengths, *(past + n for _, past, n in self.runs)]) > window:
+            raise ConfigError(
+                f"a sequence is longer than a layer's sliding window of {window} tokens, and attention here is full"
+            )
+
     def causal(self, past: int, n: int) -> torch.Tensor:
         """True where token i of a run may look: at `past` + i and before; shape [n, past + n]."""
         if (past, n) not in self._shared:
@@ -86,21 +94,22 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention: query [1, heads, T, d]; key, value [1, kv_heads, T, d] → [1, T, heads, d].
 
-    Raises ConfigError for a model whose attention is not the full one.
+    Raises ConfigError for soft caps, and for a sequence that is longer than a layer's window.
     """
-    if softcap is not None or (sliding_window is not None and sliding_window < feed.cache.capacity):
-        raise ConfigError(
-            "the embedded engine has full attention only; serve models with sliding windows or soft caps elsewhere"
-        )
+    if softcap is not None:
+        raise ConfigError("its attention has a soft cap")
+    if sliding_window is not None:
+        feed.within(sliding_window)
     _, heads, tokens, dim = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     scaling = dim**-0.5 if scaling is None else scaling
-    keys, values = feed.cache.layer(int(module.layer_idx), key)  # type: ignore[arg-type]
+    keys, values = feed.cache.layer(int(module.layer_idx), key, value)  # type: ignore[arg-type]
     index = feed.index(kv_heads)
+    wide = value.shape[3]  # as a rule, but not always, as wide as a key
     keys.view(-1, dim).index_copy_(0, index, key.reshape(-1, dim))
-    values.view(-1, dim).index_copy_(0, index, value.reshape(-1, dim))
-    out = query.new_empty(tokens, heads, dim)
+    values.view(-1, wide).index_copy_(0, index, value.reshape(-1, wide))
+    out = query.new_empty(tokens, heads, wide)
     query = query[0].transpose(0, 1)  # [T, heads, d]
 
     if feed.singles:
@@ -115,7 +124,7 @@ def attend(
         v = values[low:high].flatten(0, 1)[:, :longest]
         bias = feed.bias(key, kv_heads, group)
         weights = torch.baddbmm(bias, q.reshape(-1, group, dim), k.transpose(1, 2), alpha=scaling)
-        seen = torch.bmm(weights.softmax(-1, dtype=torch.float32).to(v.dtype), v).view(-1, heads, dim)
+        seen = torch.bmm(weights.softmax(-1, dtype=torch.float32).to(v.dtype), v).view(-1, heads, wide)
         out[: feed.singles] = seen if dense else seen[at]
 
     begin = feed.singles

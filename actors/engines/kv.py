@@ -56,6 +56,8 @@ class KVCache:
         self.max_tokens = max_tokens
         self._min_shared = min_shared
         self.capacity = 0
+        self.window: int | None = None
+        """The shortest sliding window of the model's layers, once it was fed."""
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._rows: list[Row | None] = []
         self._idle: dict[str, Row] = {}  # by session, least recently used first
@@ -245,12 +247,12 @@ class KVCache:
             runs=[(row.at, row.fed, n) for row, n in runs],
         )
 
-    def layer(self, index: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer; made at first use in the heads, head size, dtype and device of `like`."""
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer; made at first use in the heads, head sizes, dtype and device of these."""
         if index not in self._layers:
             # Zeros, not garbage: masked values are multiplied by 0, and 0 × NaN is NaN.
-            shape = (len(self._rows), like.shape[1], self.capacity, like.shape[3])
-            self._layers[index] = (like.new_zeros(shape), like.new_zeros(shape))
+            rows = len(self._rows), key.shape[1], self.capacity
+            self._layers[index] = (key.new_zeros(*rows, key.shape[3]), value.new_zeros(*rows, value.shape[3]))
         return self._layers[index]
 
 

@@ -1,4 +1,4 @@
-"""The embedded engine: any transformers decoder with full attention, in this process, on a CPU or one GPU.
+"""The embedded engine: transformers decoders whose tokens meet in attention only, in this process, on a CPU or one GPU.
 
 Here is its side on the event loop: what is refused, who waits for what, and how it ends. The model is stepped by a thread
 (`stepping.py`), keys and values lie in `kv.py`.

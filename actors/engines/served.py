@@ -33,6 +33,7 @@ from troupe.actors.engines.wire import ServerWire
 from troupe.actors.line import Offer
 from troupe.learner import model as weights
 from troupe.learner.config import ModelConfig
+from troupe.learner.reach import reach
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TimedOut, TroupeError
 from troupe.protocol.messages import Generate, Generated
@@ -167,7 +168,8 @@ class ServedEngine(ABC, Generic[W]):
         if self._model.lora is not None:
             weights.check_mergeable(self._outline)
         self._vocabulary = int(self._outline.get_input_embeddings().num_embeddings)
-        self._context = min(int(self._outline.config.max_position_embeddings), self._max_cached - self.MARGIN)
+        longest = reach(self._outline.config)
+        self._context = min(longest or self._max_cached, self._max_cached - self.MARGIN)
         self._scratch = tempfile.TemporaryDirectory(prefix=f"troupe-{self.SETTING}-")
         if self._url:
             self._wire = self._connect(self._url)

@@ -13,6 +13,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,10 @@ from troupe.actors.engines import kv, sampling
 from troupe.actors.engines.attention import ATTENTION, Feed
 from troupe.actors.engines.base import Pause, Piece
 from troupe.actors.engines.scoring import Scoring
+from troupe.learner import alone
 from troupe.learner.model import exchange
+from troupe.learner.reach import reach
+from troupe.learner.settings import check_present
 from troupe.protocol.messages import Generate, Generated
 from troupe.protocol.trajectory import Finish
 
@@ -31,6 +35,8 @@ _ROUNDING = 2e-4
 """Of a float32 logit, from one company of requests to another: well above what is seen."""
 _PREFILL = 1024
 """Prompt tokens fed in one step at most, so that those who are sampling never wait long for those who join."""
+
+_CANNOT = "be sampled by the embedded engine: set generator.engine = 'sglang' or 'vllm', or choose another model"
 
 Answer = tuple[Callable[[Any], None], Any]
 """What to call on the other side, and with what."""
@@ -110,6 +116,7 @@ class Stepper:
 
     def run(self, load_model: Callable[[], Any], threads: int, loaded: Callable[[Any], None]) -> None:
         """Loads the model, then steps it until told to shut. What breaks is raised."""
+        check_present(str(self._device), "generator.device")
         torch.set_num_threads(threads)
         self._adopt(load_model())
         self._answers.append((loaded, None))
@@ -184,10 +191,35 @@ class Stepper:
 
     def _adopt(self, model: Any) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.set_attn_implementation(ATTENTION)
+        plain = alone.replace_attention(base, ATTENTION, _CANNOT)
         self.model = model.to(self._device).eval()
-        self.context = min(int(base.config.max_position_embeddings), self._cache.max_tokens)
+        cache = kv.KVCache(1 << 12)
+        alone.check(
+            base,
+            attention=ATTENTION,
+            plain=plain,
+            alone=lambda ids: model(input_ids=ids[None], use_cache=False).logits[0],
+            together=lambda sequences: self._together(cache, sequences),
+            cannot=_CANNOT,
+        )
+        limits = reach(base.config), cache.window, self._cache.max_tokens
+        self.context = min(limit for limit in limits if limit is not None)
         self.vocabulary = int(base.get_input_embeddings().num_embeddings)
+
+    def _together(self, cache: kv.KVCache, sequences: Seq[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """See `alone.check`: a piece of each sequence, then one token, then the rest on top of what was kept."""
+        rows = [cache.acquire("", ids.cpu().numpy(), len(ids)) for ids in sequences]
+        logits: list[torch.Tensor] = []
+        places: dict[kv.Row, list[int]] = {row: [] for row in rows if row is not None}
+        fed = 0
+        for piece in (lambda row: len(row.ids) - 3, lambda row: 1, lambda row: 2):
+            feed = cache.feed([(row, piece(row)) for row in places], self._device)
+            logits.append(self._logits(feed, torch.arange(feed.ids.shape[1], device=self._device)))
+            for row, n in zip(feed.rows, feed.counts, strict=True):
+                places[row].extend(range(fed, fed + n))
+                row.fed += n
+                fed += n
+        return torch.cat(logits), [torch.tensor(at, device=self._device) for at in places.values()]
 
     def _read(self) -> None:
         """Does what was told; waits if there is nothing else to do."""

@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from troupe.actors.rendering.tokenizer import PlainTokenizer
+from troupe.learner.reach import reach
 from troupe.protocol.errors import ConfigError, nearest
 from troupe.protocol.trajectory import ENVIRONMENT, TEMPLATE, CallStatus, Int32, UInt8
 
@@ -224,7 +225,7 @@ def context_window(folder: str) -> int:
     """Tokens that the model in `folder` can see, by its config.json; 0 if it does not say."""
     path = Path(folder) / "config.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return int(found.get("max_position_embeddings") or 0)
+    return reach(found) or 0
 
 
 def text_of(message: Message) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+
+from troupe.learner.settings import Settings
 
 Action = Literal[
     "filter",  # train on fewer, more varied groups
@@ -16,10 +18,10 @@ Action = Literal[
 ]
 
 
-class HealthConfig(BaseModel):
+class HealthConfig(Settings):
     """[health]: when the run warns of a collapse, and what it may do by itself. A row is the metrics of one step."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True)
 
     on_collapse: tuple[Action, ...] = Field(
         (),

@@ -266,3 +266,36 @@ def test_a_mode_that_contradicts_the_staleness_is_refused_with_the_fix(recipe, m
 )
 def test_temperatures_that_cannot_be_divided_by_are_refused(recipe, given, says):
     assert says in error_of(recipe(RECIPE + f"\n{given}\n"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rollout.max_staleness", "true", "true is no number"),
+        ("rollout.context_window", "true", "true is no number"),
+        ("learner.lr", "true", "true is no number"),
+        ("eval.trials", "true", "true is no number"),
+        ("health.min_rows", "true", "true is no number"),
+        ("generator.replicas", "100000", "less than or equal to 1024"),
+        ("learner.ranks", "100000", "less than or equal to 1024"),
+        ("env.actors", "100000", "less than or equal to 10000"),
+        *(
+            (f"{section}.device", name, f"'{name}' is no device")
+            for section in ("generator", "learner")
+            for name in ("gpu", "meta")
+        ),
+        ("generator.device", "auto", "'auto' is no device"),
+        ("generator.device", "cuda:x", "'cuda:x' is no device"),
+    ],
+)
+def test_numbers_and_devices_that_mean_nothing_are_refused(recipe, key, value, says):
+    section, _, name = key.partition(".")
+    written = value if value == "true" or value.isdecimal() else f'"{value}"'
+    path = recipe(f'[env]\nname = "frozen_lake"\n{"" if section == "env" else f"[{section}]"}\n{name} = {written}\n')
+    error = error_of(path)
+    assert says in error and name in error and "\n" not in error
+
+
+def test_devices_that_machines_have_are_taken(recipe):
+    path = recipe('[env]\nname = "frozen_lake"\n[generator]\ndevice = "cuda:7"\n[learner]\ndevice = "auto"\n')
+    assert recipes.read(path).generator.device == "cuda:7"

@@ -113,12 +113,13 @@ def test_rows_stay_within_their_bound_and_hold_what_they_claim_however_they_are_
     for words in said:
         cut = int(rng.integers(0, 600))
         words[cut:] = rng.integers(1, 4, 600 - cut)
+    like = torch.zeros(1, 2, 1, 4)
     running: list[Any] = []
     version, waited, took = 0, 0, 0
 
     def held(row: Any) -> Any:
         """What lies in the place of `row`, a number a token: `feed` would have put the ids there."""
-        keys, values = (tensor[row.at, :, : row.fed] for tensor in cache.layer(0, torch.zeros(1, 2, 1, 4)))
+        keys, values = (tensor[row.at, :, : row.fed] for tensor in cache.layer(0, like, like))
         assert (keys == -values).all() and (keys[:1, :, :1] == keys).all()
         return keys[0, :, 0].numpy()
 
@@ -132,7 +133,7 @@ def test_rows_stay_within_their_bound_and_hold_what_they_claim_however_they_are_
         if not parts:
             return
         feed = cache.feed(parts, torch.device("cpu"))  # may move rows
-        for tensor, sign in zip(cache.layer(0, torch.zeros(1)), (1, -1), strict=True):
+        for tensor, sign in zip(cache.layer(0, like, like), (1, -1), strict=True):
             tensor.view(-1, 4)[feed.index(2)] = sign * (10 * version + feed.ids[0].repeat(2)[:, None]).float()
         for row, n in parts:
             row.fed += n
@@ -160,7 +161,7 @@ def test_rows_stay_within_their_bound_and_hold_what_they_claim_however_they_are_
             cache.weights_changed()
         elif running:
             cache.release(running.pop(int(rng.integers(len(running)))), keep=True)
-        keys, _ = cache.layer(0, torch.zeros(1, 2, 1, 4))
+        keys, _ = cache.layer(0, like, like)
         assert keys.shape[0] * keys.shape[2] <= 8192 and len({row.at for row in running}) == len(running)
         for row in running:
             assert row.source is None or (row.source in running and row.source.source is None)
