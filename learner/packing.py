@@ -239,7 +239,7 @@ def _check(causal: Any, parts: Parts, plain: str) -> None:
         ends = torch.tensor([*np.cumsum(lengths), len(tokens)], device=tokens.device)
         every = torch.arange(len(tokens), device=tokens.device)
         packed = Row(tokens[None], positions[None], [*lengths, 1], ends, every, tokens, every, None)
-        return parts.run(lambda: parts.head(_hidden_states(parts.backbone, packed))), list(every[:-1].split(lengths))
+        return parts.run(lambda: parts.head(_hidden_states(parts.backbone, packed))), list(torch.split(every[:-1], lengths))
 
     alone.check(causal, attention=ATTENTION, plain=plain, alone=single, together=row, cannot=_CANNOT)
 

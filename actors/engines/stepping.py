@@ -212,8 +212,8 @@ class Stepper:
         logits: list[torch.Tensor] = []
         places: dict[kv.Row, list[int]] = {row: [] for row in rows if row is not None}
         fed = 0
-        for piece in (lambda row: len(row.ids) - 3, lambda row: 1, lambda row: 2):
-            feed = cache.feed([(row, piece(row)) for row in places], self._device)
+        for left in (3, 2, 0):  # ids of each after the pass
+            feed = cache.feed([(row, len(row.ids) - row.fed - left) for row in places], self._device)
             logits.append(self._logits(feed, torch.arange(feed.ids.shape[1], device=self._device)))
             for row, n in zip(feed.rows, feed.counts, strict=True):
                 places[row].extend(range(fed, fed + n))
