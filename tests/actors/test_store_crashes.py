@@ -24,6 +24,7 @@ from troupe.protocol.errors import StoreError
 from troupe.protocol.messages import GetCommitted
 from troupe.protocol.stored import committed, manifest
 
+ROOT = str(Path(__file__).parents[2])
 GROUPS = {number: [f"{number}-{member}" for member in range(3)] for number in range(4)}
 
 
@@ -148,16 +149,16 @@ def test_a_lost_segment_is_an_error_and_a_foreign_file_is_left_alone(tmp_path: P
 
 PROCESS = textwrap.dedent(
     """
-    import asyncio, importlib.util, sys
-    spec = importlib.util.spec_from_file_location("shared", sys.argv[1])
-    shared = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shared)
+    import asyncio, sys
+    sys.path.insert(0, sys.argv[1])
+    from tests.actors.stored import Host, put
+    from troupe.actors.store import Store
 
     async def main():
-        store = shared.Store(shared.Host(), sys.argv[2], segment_bytes=20_000)
+        store = Store(Host(), sys.argv[2], segment_bytes=20_000)
         await store.start()
         for number in range(100_000):
-            await shared.put(store, number, *(f"{number}-{member}" for member in range(3)))
+            await put(store, number, *(f"{number}-{member}" for member in range(3)))
             print(number, flush=True)
 
     asyncio.run(main())
@@ -166,7 +167,7 @@ PROCESS = textwrap.dedent(
 
 
 def test_kill_9_loses_no_acknowledged_group_and_readers_see_whole_groups_meanwhile(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", PROCESS, __file__, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", PROCESS, ROOT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         seen = 0
