@@ -73,11 +73,9 @@ async def leaves(suite: Suite) -> Found:
         leaked, left = _left(suite)
     if leaked:
         return "broken", leaked
-    if left["process"]:
-        return "broken", f"still running: process {_some(left, 'process')}"
     if len(left["open file"]) >= max(_REPEATED, len(suite.played)):
         return "warning", f"{len(left['open file'])} in all, perhaps one a task: open file {_some(left, 'open file')}"
-    for kind in ("thread", "asyncio task", "temporary file"):
+    for kind in ("process", "thread", "asyncio task", "temporary file"):
         if left[kind]:
             return "warning", f"once, perhaps for all episodes together: {kind} {_some(left, kind)}"
     if suite.watch.megabytes >= _GROWS_MB and (more := await _grows(suite)) >= _GROWS_MB:

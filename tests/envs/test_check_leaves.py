@@ -23,8 +23,15 @@ def test_what_is_left_late_in_an_episode_is_found(strangers, name, detail):
     assert of_status(report, "broken") == {LEAVES} and detail in detail_of(report, LEAVES), str(report)
 
 
-@pytest.mark.parametrize(("name", "detail"), [("Grows", "MB of memory with each of"), ("FileOfEachTask", "open file")])
-def test_what_grows_is_a_warning(strangers, name, detail):
+@pytest.mark.parametrize(
+    ("name", "detail"),
+    [
+        ("Grows", "MB of memory with each of"),
+        ("FileOfEachTask", "open file"),
+        ("SharesAHelper", "once, perhaps for all episodes together: process "),
+    ],
+)
+def test_what_grows_or_stays_once_is_a_warning(strangers, name, detail):
     report = check(getattr(strangers, name), episodes=3, others=0)
     assert report.ok and of_status(report, "warning") == {LEAVES} and detail in detail_of(report, LEAVES), str(report)
 

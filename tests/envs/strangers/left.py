@@ -39,6 +39,17 @@ class ProcessAtTheEnd(Player):
         return turn
 
 
+class SharesAHelper(Base):
+    """One process for all its episodes, as a browser is; here it ends by itself."""
+
+    helper = None
+
+    def reset(self, task):
+        if SharesAHelper.helper is None:
+            SharesAHelper.helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return super().reset(task)
+
+
 class FolderAtTheEnd(Player):
     def step(self, text):
         turn = super().step(text)
