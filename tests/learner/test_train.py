@@ -352,7 +352,7 @@ FILES: dict[str, Callable[[pa.Table], pa.Table]] = {
         ("--run RUN --set rollout.group_size=3", 2, "the learner alone has no key 'rollout.group_size'"),
         ("--run RUN --set learner.lr=fast", 2, "with learner.lr=fast: 'learner.lr' = 'fast'"),
         ("--run RUN --set learner.device=cuda:99", 2, "no GPU is seen here"),
-        ("--run RUN --set learner.device=abacus", 2, "is no device of torch"),
+        ("--run RUN --set learner.device=abacus", 2, "is no device that is known here"),
         ("--data RUN", 2, "name the model with --model"),
         ("--data RUN --model RUN/none", 2, "RUN/none' does not exist"),
         ("--data RUN --model RUN/model --step 2", 2, "--steps says how many"),
