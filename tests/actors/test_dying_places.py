@@ -20,7 +20,7 @@ import pytest
 from tests.actors.test_dying_worlds import assert_nothing_left, dies, held, settled
 from tests.actors.test_many_episodes import Here
 from troupe.actors.env_pool import EnvPool
-from troupe.envs import drive, registry, sandbox
+from troupe.envs import calls, registry, sandbox
 from troupe.envs.base import Task, TextWorld, Turn
 from troupe.envs.sandbox import SandboxSettings
 from troupe.learner.tiny import make_tiny
@@ -83,7 +83,7 @@ class Playing:
 
     async def assert_free(self) -> None:
         health = await self.pool.health(Ping())
-        assert (health.load, health.detail["stuck"], drive.stuck()) == (0, 0, 0)
+        assert (health.load, health.detail["stuck"], calls.stuck()) == (0, 0, 0)
 
 
 async def test_sandboxes_that_are_killed_break_their_episodes_and_leave_nothing(model: str) -> None:

@@ -27,7 +27,7 @@ from tests.actors.test_many_episodes import Here
 from tests.envs import test_mcp_tools as till
 from tests.envs.test_openenv_official import PYTHON, official, peer
 from troupe.actors.env_pool import EnvPool
-from troupe.envs import drive, registry, sandbox
+from troupe.envs import calls, registry, sandbox
 from troupe.envs.base import ToolCall
 from troupe.envs.mcp_tools import McpTools
 from troupe.learner.tiny import make_tiny
@@ -195,7 +195,7 @@ async def test_a_hundred_episodes_in_a_pool_break_nothing_and_leave_nothing(name
         assert sorted(there.stored) == sorted(f"e{number}" for number in range(WARM + case.nonsense)), "each has one record"
 
         health = await pool.health(Ping())
-        assert (health.load, health.detail["stuck"], drive.stuck(), health.detail["late"]) == (0, 0, 0, "")
+        assert (health.load, health.detail["stuck"], calls.stuck(), health.detail["late"]) == (0, 0, 0, "")
         assert_nothing_left(before, await settled(held, before))
         assert children() == born and set(temporary.iterdir()) == files
         if servers:
