@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from troupe.protocol.errors import ConfigError
+from troupe.envs.base import finite
+from troupe.protocol.errors import ConfigError, EnvironmentFailed
 
 
 def number(name: str, value: Any) -> float:
     """`value`, which is finite. name: of the verifier and what it is given. Raises ConfigError."""
     try:
-        found = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not math.isfinite(found):
-        raise ConfigError(f"{name} is {value!r}; it is a finite number")
-    return found
+        return finite(name, value)
+    except EnvironmentFailed:
+        raise ConfigError(f"{name} is {value!r}; it is a finite number") from None
 
 
 def seconds(name: str, value: Any) -> float:
