@@ -22,7 +22,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 
 from troupe.actors.store import Store
-from troupe.cluster import trace
+from troupe.cluster import spelling, trace
+from troupe.cluster.trace_data import as_data
+from troupe.cluster.trace_page import Page, runs
 from troupe.learner.tiny import make_tiny
 from troupe.protocol.errors import ConfigError
 from troupe.protocol.messages import CommitGroup, Deposit
@@ -130,7 +132,7 @@ def shown(capfdbinary: Any, run: Path, *args: Any, **options: Any) -> str:
 
 @given(st.lists(st.integers(0, 255 + 5 + 20)))
 def test_the_pieces_of_any_ids_joined_are_their_text(tokenizer: Tokenizer, ids: list[int]) -> None:
-    spell = trace.spelling(tokenizer)
+    spell = spelling.spelling(tokenizer)
     known = [id_ for id_ in ids if id_ < tokenizer.get_vocab_size()]
     assert b"".join(spell(id_) or b"" for id_ in ids).decode("utf-8", "replace") == tokenizer.decode(
         known, skip_special_tokens=False
@@ -144,7 +146,7 @@ def test_pieces_of_a_tokenizer_with_byte_fallback_are_their_text() -> None:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    spell = trace.spelling(tokenizer)
+    spell = spelling.spelling(tokenizer)
     assert b"".join(spell(id_) or b"" for id_ in (0, 1, 2, 3, 1)).decode() == " " + tokenizer.decode([0, 1, 2, 3, 1])
 
 
@@ -156,31 +158,31 @@ def test_what_is_marked_as_sampled_is_what_has_provenance_policy(
     tokenizer: Tokenizer, parts: list[tuple[int, list[int]]]
 ) -> None:
     told = node(-1, "assistant", -1, parts)
-    spell = trace.spelling(tokenizer)
-    page = trace._Page(Console(file=io.StringIO()), trajectory("x", [told], []), True, spell, "")
+    spell = spelling.spelling(tokenizer)
+    page = Page(Console(file=io.StringIO()), trajectory("x", [told], []), True, spell, "")
     body = page._body(told).plain
     marked = re.findall("⟦([^⟧]*)⟧", body)
     expected = []
-    for kind, span in trace.runs(told.provenance):
+    for kind, span in runs(told.provenance):
         said = b"".join(spell(int(id_)) or f"‹{id_}›".encode() for id_ in told.tokens[span]).decode("utf-8", "replace")
         if kind == POLICY and said:
-            expected.append(trace.harmless(said).replace("\n", "⏎"))
+            expected.append(spelling.harmless(said).replace("\n", "⏎"))
     assert "".join(marked) == "".join(expected)
     assert body.count("⟦") == body.count("⟧") == len(marked)
 
 
 @given(st.text(st.characters()))
 def test_nothing_that_is_said_can_act_on_a_terminal_or_forge_a_mark(text: str) -> None:
-    safe = trace.harmless(text)
+    safe = spelling.harmless(text)
     assert all(char in "\n\t" or char.isprintable() for char in safe) and not re.search("[⟦⟧⟨⟩]", safe)
-    assert trace.harmless(safe) == safe
-    assert "\n" not in trace.harmless(text, keep="")
+    assert spelling.harmless(safe) == safe
+    assert "\n" not in spelling.harmless(text, keep="")
 
 
 def test_a_token_that_is_half_a_character_is_shown_as_its_bytes() -> None:
     spell = {0: b"\xf0\x9f", 1: b"\x98\x80", 2: b" a\n"}.get
-    assert [trace.piece(id_, spell) for id_ in range(4)] == ["\\xf0\\x9f", "\\x98\\x80", "·a⏎", "‹3›"]
-    assert "".join(trace._decoded([2, 0, 1, 2, 0], spell)) == " a\n😀 a\n\ufffd"
+    assert [spelling.piece(id_, spell) for id_ in range(4)] == ["\\xf0\\x9f", "\\x98\\x80", "·a⏎", "‹3›"]
+    assert "".join(spelling.decoded([2, 0, 1, 2, 0], spell)) == " a\n😀 a\n\ufffd"
 
 
 # -- one trajectory --------------------------------------------------------------------------------------------------
@@ -278,9 +280,9 @@ def test_numbers_that_are_none_are_shown_and_are_null_in_json() -> None:
     broken.logprobs[:] = [float("nan"), float("-inf")]
     odd = trajectory("x", [broken], [Step(reward=float("nan"))], status="failed", stop="failed", seconds=float("inf"))
     console = Console(file=(out := io.StringIO()), width=100)
-    trace._Page(console, odd, False, None, "").show(None, True)
+    Page(console, odd, False, None, "").show(None, True)
     assert "⟦‹5›‹6›⟧" in out.getvalue() and "reward nan" in out.getvalue()
-    data = json.loads(json.dumps(trace.as_data(odd, False), allow_nan=False))
+    data = json.loads(json.dumps(as_data(odd, False), allow_nan=False))
     assert [token["logprob"] for token in data["nodes"][0]["tokens"]] == [None, None] and data["seconds"] is None
 
 
