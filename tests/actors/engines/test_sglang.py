@@ -16,7 +16,6 @@ import torch
 
 from tests.actors.engines.servers import SGLANG, START_S, SharedSGLang, below
 from tests.actors.engines.suite import (
-    CONTEXT,
     ENGINES,
     assert_true,
     llama,
@@ -35,7 +34,7 @@ from troupe.actors.settings import RunConfig
 from troupe.learner.config import LoraSettings, ModelConfig
 from troupe.learner.model import tensors_of
 from troupe.protocol.checksum import checksum_of
-from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TaskFailed, TimedOut, TroupeError
+from troupe.protocol.errors import ActorLost, ConfigError, RemoteError, TimedOut, TroupeError
 from troupe.protocol.messages import Generated
 
 real, PYTHON = SGLANG, SGLANG.python
@@ -225,28 +224,6 @@ async def test_a_server_whose_client_died_in_a_pause_serves_the_next_one() -> No
         await engine.pause("in_place")
     async with started(KIND, llama(1)) as engine:
         assert (await _soon(engine.generate(request([1, 2], max_tokens=3)))).finish == "length"
-
-
-@real
-async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
-    model = llama(1)
-    rng = np.random.default_rng(4)
-    sequences = [random_ids(rng, n) for n in (2, 40, 300, CONTEXT)]
-    async with started(KIND, model) as engine:
-        busy = asyncio.ensure_future(engine.generate(request(sequences[1], max_tokens=60, temperature=0.5)))
-        told = await asyncio.gather(*(engine.score(sequences, temperature) for temperature in (1.0, 0.7)))
-        for temperature, scores in zip((1.0, 0.7), told, strict=True):
-            for ids, got in zip(sequences, scores, strict=True):
-                expected = (logits_of(model, ids[:1], ids[1:]) / temperature).log_softmax(-1)
-                expected = expected.gather(-1, torch.tensor(ids[1:], dtype=torch.int64)[:, None])[:, 0]
-                np.testing.assert_allclose(got, expected.numpy(), atol=1e-4)
-        assert_true(KIND, model, sequences[1], await busy, temperature=0.5)
-        assert await engine.score([]) == []
-        for bad, says in ([1], "two"), ([1, 61], "0 to 60"), ([1] * (CONTEXT + 1), "4096"):
-            with pytest.raises(TaskFailed, match=says):
-                await engine.score([np.array([1, 2]), np.array(bad)])
-        with pytest.raises(ConfigError, match="temperature"):
-            await engine.score(sequences, 0.0)
 
 
 @real

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.actors.engines.servers import START_S, VLLM, below
-from tests.actors.engines.suite import CONTEXT, ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
+from tests.actors.engines.suite import ENGINES, assert_true, llama, logits_of, random_ids, request, sampled, started
 from troupe.actors.engines import served
 from troupe.actors.engines.vllm import VLLMEngine
 from troupe.actors.engines.vllm_wire import Wire, request_body
@@ -77,22 +77,6 @@ async def test_the_checksum_is_of_the_memory_of_the_server() -> None:
         await engine._wire.call("/weight_checker", {"action": "reset"})  # behind the engine's back
         assert await engine._wire.ask("troupe_held", limit_s=60) != checksum_of(tensors_of(model))
         assert await engine.load_weights(1, tensors_of(model)) == checksum_of(tensors_of(model))
-
-
-@VLLM
-async def test_given_ids_are_scored_as_transformers_does_at_their_own_temperature_beside_those_that_are_sampled() -> None:
-    model = llama(1)
-    rng = np.random.default_rng(4)
-    sequences = [random_ids(rng, n) for n in (2, 40, 300, CONTEXT)]
-    async with started(KIND, model) as engine:
-        busy = asyncio.ensure_future(engine.generate(request(sequences[1], max_tokens=60, temperature=0.5)))
-        told = await asyncio.gather(*(engine.score(sequences, temperature) for temperature in (1.0, 0.7)))
-        for temperature, scores in zip((1.0, 0.7), told, strict=True):
-            for ids, got in zip(sequences, scores, strict=True):
-                np.testing.assert_allclose(got, _scored(model, ids, temperature), atol=1e-4)
-        assert_true(KIND, model, sequences[1], await busy, temperature=0.5)
-        with pytest.raises(ConfigError, match=r"temperature = 0\.001"):
-            await engine.score(sequences, 0.001)
 
 
 @VLLM
