@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from socket import SHUT_RDWR, socket
@@ -87,14 +88,23 @@ class Collective:
         while not self._closed:
             try:
                 connection, (host, port) = door.accept()
-            except OSError:  # closed
-                return
-            line = Line(connection, f"the replica at {host}:{port}")
-            threading.Thread(target=self._serve, args=(line,), daemon=True, name=f"weights {port}").start()
+            except OSError as error:
+                if self._closed:
+                    return
+                print(f"a replica that asks for weights cannot be let in: {error}", file=sys.stderr, flush=True)
+                time.sleep(1.0)  # out of descriptors, say: others may be closed meanwhile
+                continue
+            place = f"the replica at {host}:{port}"
+            threading.Thread(target=self._serve, args=(connection, place), daemon=True, name=f"weights {port}").start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, connection: socket, place: str) -> None:
         """One replica, until it leaves."""
         doing, pair = "", None
+        try:
+            line = Line(connection, place)
+        except OSError:  # it is gone already
+            connection.close()
+            return
         self._lines.add(line)
         try:
             told = line.hear(CONNECT_S)

@@ -4,7 +4,7 @@ Promises:
 - it takes no work before it has proved weights: `load_weights` fails unless the checksum of the tensors that it really
   holds equals the learner's (law 4);
 - no token leaves it that was sampled with weights which it has not proved: an answer waits for the proof, and is none if that
-  fails;
+  fails. A replica that failed once is of no more use: a later proof says nothing of the tokens before it;
 - a request that asks for weights no older than some version is refused by a replica whose weights are older;
 - an engine that broke takes the actor with it, so that its supervisor replaces both;
 - one load at a time, and each token names the version that sampled it. What becomes of the turns in flight is said by
@@ -70,7 +70,9 @@ class Generator:
         self._loading = asyncio.Lock()
         self._receiver = Receiver(context.name)
         self._proved = -1
-        """Newest version that it has proved; -1: none, or it failed to."""
+        """Newest version that it has proved; -1: none."""
+        self._failed = ""
+        """What it held in the place of what it was sent."""
         self._flying: Counter[str] = Counter()
         self._landed = asyncio.Event()
         self._open = asyncio.Event()
@@ -125,16 +127,19 @@ class Generator:
                 raise CheckpointError(
                     f"{self._context.name} holds version {self._engine.version}; version {message.version} came too late"
                 )
-            with self._log.of("load weights", track="weights", version=message.version):
-                tensors = await self._fetch(message)
-                held = await self._take(message.version, tensors)
-            self._proved = message.version if held == message.checksum else -1
-        if held != message.checksum:
-            raise CheckpointError(
-                f"{self._context.name} holds {held} after loading version {message.version}, whose checksum is "
-                f"{message.checksum}: the replica must be replaced"
-            )
-        return WeightsHeld(self._context.name, message.version, held)
+            if not self._failed:
+                with self._log.of("load weights", track="weights", version=message.version):
+                    tensors = await self._fetch(message)
+                    held = await self._take(message.version, tensors)
+                base = self._engine.base if message.base else ""
+                if (held, base) == (message.checksum, message.base):
+                    self._proved = message.version
+                    return WeightsHeld(self._context.name, message.version, held)
+                found, sent = (
+                    (f"an adapter over the base {base}", message.base) if base != message.base else (held, message.checksum)
+                )
+                self._failed = f"holds {found} after loading version {message.version}, whose checksum is {sent}"
+        raise CheckpointError(f"{self._context.name} {self._failed}: the replica must be replaced")
 
     async def drain(self, message: Drain) -> Health:
         """Takes no more requests from now on; how many are left is the load."""
@@ -172,7 +177,7 @@ class Generator:
                 raise Overloaded(f"{name} lets its turns in flight end before it takes new weights") from error
         if self._draining:
             raise NotReady(f"{name} takes no more requests: it is being drained")
-        if self._proved < 0:
+        if self._proved < 0 or self._failed:
             raise NotReady(f"{name} has not proved its weights")
         if self._engine.version < message.min_version:
             raise NotReady(
@@ -206,7 +211,7 @@ class Generator:
         if newest > self._proved:
             async with self._loading:  # until the proof is there, or is not
                 pass
-        if newest > self._proved:
+        if newest > self._proved or self._failed:
             raise NotReady(f"{self._context.name} sampled '{message.request}' with weights that it could not prove")
 
     async def _clear(self, cut: bool) -> None:

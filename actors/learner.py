@@ -43,6 +43,7 @@ class Trains(Protocol):
     """What the actor needs of a trainer; `learner.trainer.Trainer` is the real one."""
 
     step: int
+    base: str
 
     def cold_start(
         self,
@@ -108,7 +109,7 @@ class Learner:
         again (a new director, say) is told what came of it."""
         async with self._working:
             if self._started:
-                return Trained(self._trainer.step, self._weights or await self._publish(), self._measured)
+                return Trained(self._trainer.step, await self._current(), self._measured)
 
             def progress(done: int, steps: int, loss: float) -> None:
                 self._progress = done / steps
@@ -134,7 +135,7 @@ class Learner:
         unless the batch is for the step after the learner's, and CheckpointError if it is to restart from one that is gone."""
         async with self._working:
             if message.batch.step == self._trainer.step:
-                return Trained(self._trainer.step, self._weights or await self._publish(), self._measured)
+                return Trained(self._trainer.step, await self._current(), self._measured)
             if message.batch.step != self._trainer.step + 1 or message.batch.trajectories is None:
                 raise NotReady(
                     f"the learner is at step {self._trainer.step} and was given a batch for step {message.batch.step}"
@@ -157,7 +158,7 @@ class Learner:
         if self._weights is not None and self._weights.version == self._trainer.step:
             return self._weights
         async with self._working:
-            return self._weights or await self._publish()
+            return await self._current()
 
     async def save(self, message: SaveCheckpoint) -> Saved:
         """Writes `checkpoints/step-N`, complete or not at all. Of all there are, the first is kept, from which any step can
@@ -204,11 +205,17 @@ class Learner:
             self._log.add(name, began, end, **labels)
             self._log.tally("busy", end - began)
 
+    async def _current(self) -> Weights:
+        """Of the step that it has done, published now if that has failed before."""
+        if self._weights is None or self._weights.version != self._trainer.step:
+            return await self._publish()
+        return self._weights
+
     async def _publish(self) -> Weights:
         """The weights as they are: copied, then put on their way. All of it is the learner's work."""
         tensors = await self._work("snapshot", lambda: dict(self._trainer.tensors()))
         with self._log.of("send weights", version=self._trainer.step):
-            self._weights = await transfer.pack(self._context.blobs, self._way, self._trainer.step, tensors)
+            self._weights = await transfer.pack(self._context.blobs, self._way, self._trainer.step, tensors, self._trainer.base)
         return self._weights
 
 

@@ -114,7 +114,9 @@ class Line:
     def gone(self, wait_s: float) -> bool:
         """Whether the other end is closed; waits for that for at most so long."""
         try:
-            if not select.select([self._socket], [], [], wait_s)[0]:
+            poll = select.poll()  # select.select knows no descriptor above 1023
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(wait_s * 1000):
                 return False
             self._socket.settimeout(0)
             if not self._socket.recv(1, socket.MSG_PEEK):

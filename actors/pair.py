@@ -3,7 +3,8 @@
 Promises:
 - it stands beside whatever other groups a process is in, and needs none of them;
 - every wait ends: with what was waited for, with ActorLost if the other is gone, or with TimedOut if nothing has moved for
-  `limit_s`; after an error the group is of no use, and closing it never waits for the other.
+  `limit_s` (one wait is NCCL's own: for another process that dies just before the two first connect); after an error the
+  group is of no use, and closing it never waits for the other.
 
 Two and no more: a group fails as a whole, so a replica that dies in a group of all would take the weights of all with it.
 SGLang makes its side of such a group itself (`init_custom_process_group`); names of keys in the store are as it makes them.
@@ -34,6 +35,9 @@ DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _AHEAD = 16
 """Tensors on their way at a time."""
 _LOOK_S = 0.001
+_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING")
+"""Parts of NCCL's watchdog in torch, each of which ends this process, or by the shared store all that use it, when another
+one is lost. Read when a group is made."""
 _making = threading.Lock()
 
 
@@ -68,8 +72,10 @@ class Pair:
         check(backend)
         self._other, self._limit_s = other, limit_s
         self._options = dist.BroadcastOptions()
-        self._options.rootRank, self._options.timeout = SENDER, timedelta(seconds=limit_s)
+        self._options.rootRank = SENDER
         self._nccl = backend == "nccl"
+        if not self._nccl:
+            self._options.timeout = timedelta(seconds=limit_s)
         place = PrefixStore(f"{DEVICES[backend]}/", PrefixStore(f"{name}/", PrefixStore(name, meeting)))
         try:
             self._group = _nccl(place, rank, limit_s) if self._nccl else _gloo(place, rank, limit_s)
@@ -135,18 +141,17 @@ def _gloo(place: Any, rank: int, limit_s: float) -> Any:
 
 def _nccl(place: Any, rank: int, limit_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=limit_s)
-    # Else its watchdog ends this process when the other one dies.
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    options._timeout = timedelta(seconds=10 * limit_s)  # `_land` is the one that looks at the clock
     with _making:
-        before = os.environ.get(name)
-        os.environ[name] = "0"
+        before = {name: os.environ.get(name) for name in _WATCHDOG}
+        os.environ.update(dict.fromkeys(_WATCHDOG, "0"))
         try:
             return dist.ProcessGroupNCCL(place, rank, 2, options)
         finally:
-            os.environ.pop(name)
-            if before is not None:
-                os.environ[name] = before
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def _lost(other: str, error: Exception) -> ActorLost | TimedOut:

@@ -84,14 +84,14 @@ WAYS: dict[str, Callable[[Blobs, str], Way]] = {
 }
 
 
-async def pack(blobs: Blobs, way: Way, version: int, tensors: Arrays) -> Weights:
-    """Sends the tensors; returns the message that says so. `tensors` must not change meanwhile."""
+async def pack(blobs: Blobs, way: Way, version: int, tensors: Arrays, base: str = "") -> Weights:
+    """Sends the tensors; returns the message that says so. `tensors` must not change meanwhile. base: see `Weights`."""
     began = time.monotonic()
     checksum, blob = await asyncio.gather(
         asyncio.to_thread(checksum_of, tensors), asyncio.to_thread(way.send, version, tensors)
     )
     size = sum(array.nbytes for array in tensors.values())
-    return Weights(version, checksum, blob, size, time.monotonic() - began)
+    return Weights(version, checksum, blob, size, time.monotonic() - began, base)
 
 
 async def fetch(blobs: Blobs, weights: Weights) -> Fetched:

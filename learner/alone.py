@@ -7,12 +7,14 @@ So both try it, each in its own way of feeding, when a model is loaded.
 Promises:
 - compared with plain transformers is what each part of each layer gives, by its own size: it does not matter whether weights
   are trained, drawn, or so small that logits would not show it;
+- a sliding window, which is longer than what is tried, must be told to the attention;
 - roundings pass, and so do the few experts that a router chooses otherwise because of them: most sequences must agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -76,12 +78,15 @@ def check(
         model.set_attn_implementation(plain)
         expected = [_said(parts, partial(alone, s)) for s in sequences]
         model.set_attn_implementation(attention)
-        found = _said(parts, fed)
+        with _heard(attention, "sliding_window") as windows:
+            found = _said(parts, fed)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a model's own code raises where it is called otherwise than it expects
         reason = error if isinstance(error, TroupeError) else f"{type(error).__name__}: {error}"
         raise ConfigError(f"{refusal} ({reason})") from error
+    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()) and not windows:
+        raise ConfigError(f"{refusal} (its sliding window is in masks only, of which the attention in their place is not told)")
     limit = max(0.01, 40 * torch.finfo(next(model.parameters()).dtype).eps)
     for i, part in enumerate([*parts, None]):
         apart = [_distance(found[i], at, one[i]) for at, one in zip(places, expected, strict=True)]
@@ -89,6 +94,24 @@ def check(
         if known and not median(known) <= limit:
             name = "its logits" if part is None else f"its {type(part).__name__}"
             raise ConfigError(f"{refusal} (tried on short sequences, {name} gave other values: off by {median(known):.0%})")
+
+
+@contextlib.contextmanager
+def _heard(attention: str, name: str) -> Iterator[set[Any]]:
+    """What `attention` is given by that name, but None."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    original, heard = ALL_ATTENTION_FUNCTIONS[attention], set[Any]()
+
+    def listening(*args: Any, **named: Any) -> Any:
+        heard.update({named.get(name)} - {None})
+        return original(*args, **named)
+
+    ALL_ATTENTION_FUNCTIONS.register(attention, listening)
+    try:
+        yield heard
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(attention, original)
 
 
 def _is_layer(module: torch.nn.Module) -> bool:

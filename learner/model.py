@@ -115,6 +115,16 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name.replace(".default.", "."): p for name, p in named.items() if ".lora_" in name}
 
 
+def check_sendable(model: Any) -> None:
+    """Raises ConfigError if the model computes with numbers of its folder that are not among what is published."""
+    for prefix, module in model.named_modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            raise ConfigError(
+                f"'{prefix}.{name}' of a {model.config.model_type} model is no parameter: it is not sent, and a server would "
+                "not have it; set generator.engine = 'local'"
+            )
+
+
 def check_mergeable(model: torch.nn.Module) -> None:
     """Raises ConfigError if an adapter of the model is not that of a matrix of its own, to which its product can be added."""
     named = dict(model.named_parameters())
@@ -136,6 +146,12 @@ def tensors_of(model: torch.nn.Module) -> Tensors:
     """
     whole = ranks.gathered({name: parameter.detach() for name, parameter in parameters_of(model).items()})
     return arrays_of({name: tensor for name, tensor in whole.items() if tensor is not None})
+
+
+def base_of(model: torch.nn.Module) -> Tensors:
+    """With LoRA the frozen weights, as `tensors_of` tells them of the model without it; views of the parameters on a CPU."""
+    named = {name: p.detach() for name, p in model.named_parameters() if ".lora_" not in name}
+    return arrays_of({name.removeprefix("base_model.model.").replace(".base_layer.", "."): p for name, p in named.items()})
 
 
 def check_fits(model: torch.nn.Module, tensors: Mapping[str, Array]) -> None:

@@ -169,6 +169,7 @@ class RankedTrainer:
         self._ranks = Ranked(config.ranks, _trainer, config, model, seed)
         self.config = config
         self.step = 0
+        self.base: str = self._ranks.get("base")
 
     def cold_start(self, tokens: Sequence[Any], supervised: Sequence[Any], **settings: Any) -> dict[str, float]:
         """See `Trainer.cold_start`."""

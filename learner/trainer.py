@@ -35,7 +35,7 @@ from troupe.learner.errors import BatchError, Diverged
 from troupe.learner.health import signals
 from troupe.learner.kl import divergence
 from troupe.learner.losses import Tokens
-from troupe.learner.model import Tensors, load, parameters_of, tensors_of
+from troupe.learner.model import Tensors, base_of, load, parameters_of, tensors_of
 from troupe.learner.optimiser import Optimiser
 from troupe.learner.packing import Entropy, Parts, Row, Trainable, logprobs, prepare, rows_of, trainable
 from troupe.learner.preferences import dpo, pairs_of
@@ -44,6 +44,7 @@ from troupe.learner.reference import Reference
 from troupe.learner.running import Running
 from troupe.learner.schedule import cold_start_rate, learning_rate
 from troupe.learner.staleness import staleness
+from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import CheckpointError, ConfigError
 from troupe.protocol.messages import Span
 from troupe.protocol.spans import SpanLog
@@ -57,7 +58,10 @@ Progress = Callable[[int, int, float], None]
 
 
 class Trainer:
-    """Owns the policy's weights and their optimiser. `step`: finished training steps, which is the weights' version."""
+    """Owns the policy's weights and their optimiser.
+
+    step: finished training steps, which is the weights' version. base: with LoRA the checksum of the frozen weights.
+    """
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, *, seed: int) -> None:
         """Loads the model. Raises ConfigError for a model that cannot be used, or parts that do not fit together."""
@@ -79,6 +83,7 @@ class Trainer:
         self._device = ranks.device(config.device)
         with ranks.together():
             self.model = load(model, seed=seed)
+        self.base = checksum_of(base_of(self.model)) if model.lora is not None else ""
         self._parts = prepare(self.model, device=self._device, checkpointing=config.activation_checkpointing)
         self._limits: Any = getattr(self.model, "config")  # noqa: B009  (torch types attributes of modules as tensors)
         self._reach = reach(self._limits) or sys.maxsize

@@ -66,6 +66,9 @@ class Engine(Protocol):
     version: int
     """Weight version in use; -1 before the first `load_weights`."""
 
+    base: str
+    """Of adapters, once one is loaded: the checksum of the weights under them that are held (`learner.model.base_of`)."""
+
     @property
     def capabilities(self) -> Capabilities:
         """Known before `start`."""

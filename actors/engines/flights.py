@@ -26,6 +26,8 @@ from troupe.protocol.errors import RemoteError, TaskFailed, TimedOut, TroupeErro
 from troupe.protocol.messages import Generate
 from troupe.protocol.trajectory import Finish
 
+_UNHEARD_S = 5.0
+"""A server may be told to end a request before it knows it, and then forgets that."""
 _NOTHING = np.empty(0, np.int32)
 
 
@@ -126,6 +128,7 @@ class Flights:
             if flight.task is None or not wait:
                 self.drop(flight)
         await asyncio.gather(*(self._tell(flight) for flight in flights if not flight.over))
+        asyncio.get_running_loop().call_later(_UNHEARD_S, lambda: [self.drop(flight) for flight in flights])
 
     def drop(self, flight: Flight) -> None:
         """Ends it with what has come so far, whatever the server is about to say."""

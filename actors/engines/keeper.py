@@ -1,12 +1,13 @@
 """Runs one program for an owner and dies with it, and so does everything that the program started.
 
 It is run as a script by whoever owns a server (`server.py`), and imports the standard library only:
-`python -I keeper.py FOLDER COMMAND...`, with a pipe as stdin that the owner holds open. FOLDER is the
-owner's scratch folder (empty: none).
+`python -I keeper.py REPORT FOLDER COMMAND...`, with a pipe as stdin that the owner holds open. REPORT is the number of a
+descriptor to write to, FOLDER the owner's scratch folder (empty: none).
 
 Promises:
 - the owner is gone (end of file on stdin, however it died): the program and all that it started are killed, FOLDER is removed;
-- the program ended: what it left behind is killed, and the keeper exits as the program did (128 + signal, if by one);
+- the program ended: what it left behind is killed, and REPORT is told its exit code (128 + signal, if by one). The keeper stays
+  until the owner is gone, for FOLDER's sake;
 - the keeper itself is killed: the program is killed by the kernel.
 """
 
@@ -25,7 +26,7 @@ import time
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(folder: str, command: list[str]) -> int:
+def main(report: int, folder: str, command: list[str]) -> None:
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)  # whoever loses its parent becomes ours
     bell, wake = os.pipe()
@@ -34,28 +35,32 @@ def main(folder: str, command: list[str]) -> int:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for ignored in (signal.SIGINT, signal.SIGTERM):  # those are the owner's to decide on
         signal.signal(ignored, signal.SIG_IGN)
+    wanted, code = -1, None
     try:
-        child = subprocess.Popen(
+        wanted = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=lambda: _begin(prctl),
-        )
+        ).pid
     except OSError as error:
-        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
-    code = None
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        code = 127
     while code is None:
         ready, _, _ = select.select([0, bell], [], [], 1.0)
         if 0 in ready and not os.read(0, 1):
             break
         if bell in ready:
             os.read(bell, 512)
-        code = _reap(child.pid)
+        code = _reap(wanted)
     _end_all()
-    if code is None and folder:
+    if code is not None:
+        with contextlib.suppress(OSError):  # the owner is gone, too
+            os.write(report, str(code if code >= 0 else 128 - code).encode())
+        while os.read(0, 1):
+            pass
+    if folder:
         shutil.rmtree(folder, ignore_errors=True)
-    return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
 def _begin(prctl: ctypes._NamedFuncPointer) -> None:
@@ -105,4 +110,4 @@ def _below(root: int) -> set[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -30,7 +30,7 @@ from troupe.actors.engines import admission, sampling, stepping
 from troupe.actors.engines.base import Capabilities, Pause, Piece
 from troupe.actors.engines.scoring import Scoring
 from troupe.actors.line import Offer
-from troupe.learner.model import arrays_of, beside
+from troupe.learner.model import arrays_of, base_of, beside
 from troupe.protocol.checksum import checksum_of
 from troupe.protocol.errors import ActorLost, ConfigError, NotReady, Overloaded, RemoteError, TroupeError
 from troupe.protocol.messages import Generate, Generated
@@ -62,7 +62,7 @@ class LocalEngine:
         decode: Callable[[list[int]], str] | None = None,
         steady: bool = False,
     ) -> None:
-        self.version = -1
+        self.version, self.base = -1, ""
         self._load_model = load_model
         self._max_requests = max_running + max_waiting
         self._threads = threads
@@ -183,11 +183,13 @@ class LocalEngine:
         self._check_alive()
         assert not isinstance(tensors, Offer), "it does not pull"
 
-        def copy() -> tuple[dict[str, torch.Tensor], str]:
-            copies = beside(self._stepper.model, tensors)
-            return copies, checksum_of(arrays_of(copies))
+        def copy() -> tuple[dict[str, torch.Tensor], str, str]:
+            model = self._stepper.model
+            copies = beside(model, tensors)
+            base = checksum_of(base_of(model)) if hasattr(model, "peft_config") else ""
+            return copies, checksum_of(arrays_of(copies)), base
 
-        copies, checksum = await asyncio.to_thread(copy)
+        copies, checksum, self.base = await asyncio.to_thread(copy)
         self._check_alive()
         taken = self._expect()
 

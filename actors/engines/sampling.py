@@ -43,14 +43,13 @@ def sample(logits: torch.Tensor, settings: list[Sampling], uniform: np.ndarray) 
     Raises FloatingPointError if the logits are no numbers.
     """
     logprobs = _tempered(logits, settings)
+    if bool(logprobs.amax(-1).isnan().any()):
+        raise FloatingPointError("the model's logits are not finite numbers: its weights have diverged")
     u = torch.from_numpy(uniform).to(logits.device)[:, None]
     for i in _are_cut(settings):
         logprobs[i] = _cut(logprobs[i], settings[i])
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    if not bool(total.isfinite().all()):
-        raise FloatingPointError("the model's logits are not finite numbers: its weights have diverged")
-    ids = torch.searchsorted(cumulative, u * total, right=True)
+    ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
     greedy = [i for i, s in enumerate(settings) if s.temperature == 0]
     if greedy:
         ids[greedy] = logprobs[greedy].argmax(-1, keepdim=True)

@@ -86,13 +86,13 @@ class ServedEngine(ABC, Generic[W]):
         decode: Callable[[list[int]], str] | None = None,
         seed: int = 0,
     ) -> None:
-        self.version = -1
+        self.version, self.base = -1, ""
         self._model, self._url, self._python = model, url.rstrip("/"), python or sys.executable
         self._max_running, self._max_requests = max_running, max_running + max_waiting
         self._max_cached, self._device, self._threads = max_cached_tokens, device, threads
         self._start_s, self._args, self._log, self._decode = start_s, list(args), log, decode
         self._name = f"{self.KIND} of {generator_name}" if generator_name else f"the {self.KIND} server"
-        self._generator_name, self._seed, self._base_sum = generator_name, seed, ""
+        self._generator_name, self._seed = generator_name, seed
 
         self._flights = Flights(self._name, max_running, decode, self._told)
         self._server: Server | None = None
@@ -165,6 +165,7 @@ class ServedEngine(ABC, Generic[W]):
 
     async def _start(self) -> None:
         self._outline: Any = await asyncio.to_thread(weights.outline, self._model)
+        weights.check_sendable(self._outline)
         if self._model.lora is not None:
             weights.check_mergeable(self._outline)
         self._vocabulary = int(self._outline.get_input_embeddings().num_embeddings)
@@ -206,7 +207,7 @@ class ServedEngine(ABC, Generic[W]):
                 await (asyncio.wait([gone], timeout=_LOOK_S) if gone else asyncio.sleep(_LOOK_S))
                 if gone is not None and gone.done():
                     self._die(gone.result())
-                elif self._flights.running:
+                elif self._flights.running and not self._changing.locked():  # a change has limits of its own
                     try:
                         await self.check()
                         self._listen()
@@ -393,6 +394,12 @@ class ServedEngine(ABC, Generic[W]):
             except TroupeError as error:
                 self._die(self._server.lost() if self._server is not None and not self._server.alive else error)
                 raise self._death() from error
+            except BaseException as error:
+                what = f"{type(error).__name__}: {error}".rstrip(": ")
+                self._die(RemoteError(f"{self._name} was left in the middle of new weights: {what}"))
+                if isinstance(error, Exception):
+                    raise self._death() from error
+                raise
             self.version, self._flights.salt = version, uuid.uuid4().hex
             self._flights.held_back = self._paused is not None
             self._flights.admit()
@@ -406,17 +413,17 @@ class ServedEngine(ABC, Generic[W]):
             scale = self._model.lora.alpha / self._model.lora.rank
             named.append((landing.SCALE, torch.tensor([scale], dtype=torch.float64)))
         held, _, base = (await self._change(wire, version, named)).partition(landing.OVER)
-        if base != self._base_sum:
-            raise RemoteError(f"{self._name} holds an adapter over the base {base or 'none'}; it is {self._base_sum}")
+        if base != self.base:
+            raise RemoteError(f"{self._name} holds an adapter over the base {base or 'none'}; it is {self.base}")
         return held
 
     async def _send_base(self, wire: W, version: int) -> None:
         """What adapters are merged into. Once; nothing is sampled from it."""
-        if not self._base_sum:
+        if not self.base:
             plain = self._model.model_copy(update={"lora": None})
             base = await asyncio.to_thread(weights.load, plain, seed=self._seed)
             await self._change(wire, version, [(name, tensor.detach()) for name, tensor in weights.parameters_of(base).items()])
-            self._base_sum = await asyncio.to_thread(checksum_of, weights.tensors_of(base))
+            self.base = await asyncio.to_thread(checksum_of, weights.tensors_of(base))
 
     def stats(self) -> dict[str, float]:
         """`load` (requests in flight), `busy` (share of the time since the last call), `tokens` (sampled since start)."""

@@ -43,6 +43,8 @@ class Server:
         self._name, self._command, self._log = name, list(command), log
         self._environment = dict(environment or {})
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._report = -1
+        self._code: int | None = None
 
     @property
     def pid(self) -> int:
@@ -67,26 +69,31 @@ class Server:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), self._scratch, *self._command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **self._environment},
-            )
+        self._report, tell = os.pipe()
+        os.set_blocking(self._report, False)
+        try:
+            with self._log.open("ab") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-I", str(_KEEPER), str(tell), self._scratch, *self._command],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[tell],
+                    start_new_session=True,
+                    env={**os.environ, **self._environment},
+                )
+        finally:
+            os.close(tell)
 
     async def ended(self) -> ActorLost:
         """Waits until the server is gone; says how."""
-        assert self._keeper is not None
-        while self._keeper.poll() is None:
+        while self.alive:
             await asyncio.sleep(_LOOK_S)
         return self.lost()
 
     @property
     def alive(self) -> bool:
-        return self._keeper is not None and self._keeper.poll() is None
+        return self._keeper is not None and self._exit_code() is None
 
     def lost(self) -> ActorLost:
         """What a caller is told after the server ended."""
@@ -95,7 +102,7 @@ class Server:
     async def stop(self) -> None:
         """Ends the server and all that it started. Doing so again does nothing."""
         keeper = self._keeper
-        if keeper is None:
+        if keeper is None or self._report < 0:
             return
         assert keeper.stdin is not None
         with contextlib.suppress(OSError):
@@ -106,6 +113,9 @@ class Server:
         if keeper.poll() is None:
             keeper.kill()  # and the kernel kills the server
             await asyncio.to_thread(keeper.wait)
+        self._exit_code()
+        os.close(self._report)
+        self._report = -1
 
     def wrote(self, text: str) -> bool:
         """Whether the end of the log, some hundred lines of it, has `text`."""
@@ -123,8 +133,16 @@ class Server:
                 return f"the end of its log{where}: {' | '.join(lines[-6:])}"
         return f"its log{where} is empty"
 
+    def _exit_code(self) -> int | None:
+        """Of the server, by what its keeper says; if that was killed, of the keeper. None: it runs."""
+        if self._code is None and self._report >= 0 and self._keeper is not None:
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._report, 16)
+                self._code = int(said) if said else self._keeper.poll()
+        return self._code
+
     def _ending(self) -> str:
-        code = self._keeper.poll() if self._keeper is not None else None
+        code = self._exit_code()
         if code is None:
             return "it runs"
         return (

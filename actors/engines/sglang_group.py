@@ -50,7 +50,11 @@ class Group:
             place | {"group_name": self._group, "backend": offer.backend},
             limit_s=offer.limit_s + 30.0,
         )
-        await self._while_the_learner_lives(call)
+        try:
+            await self._while_the_learner_lives(call)
+        except ActorLost as error:
+            self.close()
+            raise NotReady(f"{self._name} gets no weights: {error}") from error
         self._token = offer.token
 
     async def begin(self, offer: Offer) -> None:

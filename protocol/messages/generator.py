@@ -62,6 +62,7 @@ class EndSession:
 class Weights:
     """A weight version on its way: `checksum` is `checksum_of` the tensors, dict[str, numpy array].
 
+    base: of an adapter, the checksum of the frozen weights that it was trained over; "" if that is not to be compared.
     tensors: opens to them, or to the path of a file that holds them (see `actors.transfer`). size: their bytes. packed_s: how
     long it took to bring them on their way.
     """
@@ -72,6 +73,7 @@ class Weights:
     tensors: Blob
     size: int = 0
     packed_s: float = 0.0
+    base: str = ""
 
 
 @dataclass(slots=True)

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -164,6 +166,33 @@ def test_nobody_gets_anything_without_the_token(way: Collective) -> None:
     with pytest.raises(ActorLost, match=r"is gone|has closed the connection"):
         thief.ask(1)
         thief.hear(30)
+
+
+CROWDED = """
+import os, resource, socket, time
+import numpy as np
+from tests.actors.test_collective import Put
+from troupe.actors.collective import Collective, Receiver
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+way = Collective("gloo", Put())
+offer = way.send(1, {"w": np.arange(9, dtype=np.float32)}).ref
+early, free = socket.socket(), os.dup(0)
+os.close(free)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+early.connect((offer.host, offer.port))
+time.sleep(0.5)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+early.close()
+print(Receiver("g").receive(offer)["w"].tolist())
+"""
+
+
+def test_a_learner_with_thousands_of_descriptors_which_ran_out_of_them_once_serves_on() -> None:
+    done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{list(map(float, range(9)))}\n", done.stderr
+    assert "a replica that asks for weights cannot be let in: [Errno 24]" in done.stderr
 
 
 # -- who is lost -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,16 @@ class Slow:
         return {}
 
 
-def play(work: Callable[[Any, Callable[[int], Weights]], Awaitable[Any]], damage: dict[int, float] | None = None) -> Any:
+def play(
+    work: Callable[[Any, Callable[[int], Weights]], Awaitable[Any]],
+    damage: dict[int, float] | None = None,
+    kind: type[Slow] = Slow,
+) -> Any:
     """Lets `work(generator, weights)` play with one replica; `weights(version)` are the learner's."""
     with Simulation(1) as simulation:
 
         async def main(context: Any) -> Any:
-            await context.spawn("generator-0", Generator, make_engine=lambda name: Slow(damage or {}))
+            await context.spawn("generator-0", Generator, make_engine=lambda name: kind(damage or {}))
             way = transfer.ObjectStore(context.blobs, "")
             generator = context.ref("generator-0", Generator)
             return await work(generator, lambda v: Weights(v, checksum_of(W), way.send(v, W)))
@@ -69,14 +74,54 @@ def test_a_replica_takes_no_work_before_it_has_proved_weights():
     async def work(generator: Any, weights: Any) -> None:
         with pytest.raises(NotReady, match="generator-0 has not proved its weights"):
             await generator.generate(ask(1))
+        await generator.load_weights(weights(0))
+        assert (await generator.generate(ask(1))).versions.tolist() == [0]
         with pytest.raises(CheckpointError, match="the replica must be replaced"):
-            await generator.load_weights(weights(0))
+            await generator.load_weights(weights(1))
         with pytest.raises(NotReady, match="generator-0 has not proved its weights"):
             await generator.generate(ask(1))
-        await generator.load_weights(weights(1))
-        assert (await generator.generate(ask(1))).versions.tolist() == [1]
 
-    play(work, damage={0: 0.5})
+    play(work, damage={1: 0.5})
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_a_proof_that_failed_is_not_made_good_by_a_later_one(later: int) -> None:
+    """Its answer may be lost, and whoever waits for it then asks again; a turn has tokens of the damaged weights by then."""
+
+    class Once(Slow):
+        async def load_weights(self, version: int, tensors: Any) -> str:
+            held = await super().load_weights(version, tensors)
+            self.damage.pop(version, None)
+            return held
+
+    async def work(generator: Any, weights: Any) -> None:
+        await generator.load_weights(weights(0))
+        lost = asyncio.ensure_future(generator.load_weights(weights(1)))
+        across = asyncio.ensure_future(generator.generate(ask(9)))
+        with pytest.raises(CheckpointError):
+            await lost
+        with pytest.raises(CheckpointError, match="the replica must be replaced"):
+            await generator.load_weights(weights(later))
+        with pytest.raises(NotReady, match="weights that it could not prove"):
+            await across
+
+    play(work, damage={1: 0.5}, kind=Once)
+
+
+@pytest.mark.parametrize("held", ["the one", "another"])
+def test_an_adapter_is_proved_over_the_base_that_it_was_trained_over(held: str) -> None:
+    class Based(Slow):
+        base = held
+
+    async def work(generator: Any, weights: Any) -> None:
+        sent = replace(weights(0), base="the one")
+        if held == "the one":
+            await generator.load_weights(sent)
+        else:
+            with pytest.raises(CheckpointError, match=r"an adapter over the base another .* the one"):
+                await generator.load_weights(sent)
+
+    play(work, kind=Based)
 
 
 @pytest.mark.parametrize("holds", ["what was sent", "one wrong tensor"])

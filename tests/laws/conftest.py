@@ -110,7 +110,7 @@ class DigestTrainer:
 
     def __init__(self, world: SimulatedRun) -> None:
         self.world = world
-        self.step = 0
+        self.step, self.base = 0, ""
         self.digest = b"cold"
         self.settings: dict[str, Any] = {}
 

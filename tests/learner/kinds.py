@@ -68,8 +68,10 @@ WRONG: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {},
+    "qwen2_moe": {**MOE, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
 }
-"""Kinds that cannot: with convolutions, states, sinks, caps, and attention that is not transformers' common one."""
+"""Kinds that cannot: with convolutions, states, sinks, caps, windows of which only masks know, and attention that is not
+transformers' common one."""
 
 
 def maker(kind: str, dtype: torch.dtype = torch.float32) -> Callable[[int], torch.nn.Module]:

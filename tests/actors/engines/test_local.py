@@ -386,3 +386,11 @@ async def test_a_stop_string_without_a_tokenizer_is_refused_not_ignored() -> Non
     with pytest.raises(ConfigError, match="without a tokenizer"):
         await engine.generate(Generate("r", "", np.asarray([1], np.int32), Sampling(max_tokens=2, stop=["x"])))
     await engine.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_logits_that_are_no_numbers_are_an_error_whatever_is_cut_from_them(settings: dict[str, Any]) -> None:
+    logits = torch.zeros(2, 50)
+    logits[1, 7] = torch.nan
+    with pytest.raises(FloatingPointError, match="diverged"):
+        sampling.sample(logits, [Sampling(**settings)] * 2, np.array([0.3, 0.3]))

@@ -29,7 +29,10 @@ from troupe.actors.engines.server import Server
 async def go():
     pids = pathlib.Path(sys.argv[1])
     async def ready(): return pids.exists() and " " in pids.read_text()
-    await Server("s", [sys.executable, "-c", sys.argv[2], sys.argv[1]], pids.with_name("log")).start(ready, 60)
+    scratch = pids.with_name("scratch")
+    scratch.mkdir()
+    command = [sys.executable, "-c", sys.argv[2], sys.argv[1]]
+    await Server("s", command, pids.with_name("log"), scratch=str(scratch)).start(ready, 60)
     print("up", flush=True)
     time.sleep(600)
 asyncio.run(go())
@@ -85,9 +88,12 @@ def test_nobody_outlives_the_death_of(victim: str, tmp_path: Path) -> None:
         keeper = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill({"the owner": owner.pid, "the keeper": keeper, "the server": parent}[victim], signal.SIGKILL)
         # A killed keeper leaves the program to the kernel; what that had started is the program's own to take along.
-        assert _wait(lambda: _gone([keeper, parent] + ([] if victim == "the keeper" else [child])))
+        assert _wait(lambda: _gone([parent] + ([] if victim == "the keeper" else [child])))
         if victim == "the keeper":
             os.kill(child, signal.SIGKILL)
+        else:  # which keeps the folder for as long as the owner is there
+            owner.kill()
+            assert _wait(lambda: _gone([keeper]) and not (tmp_path / "scratch").exists())
     finally:
         owner.kill()
         owner.wait()
