@@ -9,14 +9,11 @@ Promises:
   into them;
 - on a CPU weights stay as they were loaded: vLLM would pack them for its kernels, once, and sample from the packed copy ever
   after;
-- logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are;
-- the worker's process dies with the one that started it, also when that is killed.
+- logprobs of a prompt's ids are at the request's temperature, as those of sampled ones are.
 """
 
 from __future__ import annotations
 
-import ctypes
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +75,5 @@ def _tempered(original: Callable[..., Any]) -> Callable[..., Any]:
     return prompt_logprobs
 
 
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 utils.dispatch_cpu_unquantized_gemm = _unpacked
 GPUModelRunner._get_prompt_logprobs_dict = _tempered(GPUModelRunner._get_prompt_logprobs_dict)

@@ -11,6 +11,7 @@ from troupe.learner.config import ModelConfig
 
 _HERE = Path(__file__).parent
 _INSIDE = {
+    "sitecustomize.py": _HERE / "vllm_orphans.py",
     "troupe_inside.py": _HERE / "vllm_inside.py",
     "troupe_landing.py": _HERE / "landing.py",
     "troupe_checksum.py": _HERE.parents[1] / "protocol" / "checksum.py",
