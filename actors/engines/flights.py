@@ -128,7 +128,8 @@ class Flights:
             if flight.task is None or not wait:
                 self.drop(flight)
         await asyncio.gather(*(self._tell(flight) for flight in flights if not flight.over))
-        asyncio.get_running_loop().call_later(_UNHEARD_S, lambda: [self.drop(flight) for flight in flights])
+        for flight in flights:
+            asyncio.get_running_loop().call_later(_UNHEARD_S, self.drop, flight)
 
     def drop(self, flight: Flight) -> None:
         """Ends it with what has come so far, whatever the server is about to say."""
