@@ -1,11 +1,22 @@
 """The command line: bad input to any command is one clear line on standard error and a non-zero exit, and loses nothing."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from troupe.cluster import cli
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(  # imported once, not by each
+    ["troupe.cluster.launch", "troupe.cluster.commands", "torch", "duckdb", "tokenizers"]
+)
+    ["troupe.cluster.launch", "troupe.cluster.commands", "torch", "duckdb", "tokenizers"]
+)  # imported once, not by each
 
 ROOT = Path(__file__).resolve().parents[2]
 LAKE = str(ROOT / "recipes" / "frozen_lake.toml")
@@ -36,10 +47,33 @@ def troupe(tmp_path):
         env.pop(name, None)
 
     def run(*args):
-        command = [sys.executable, "-m", "troupe", *args]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        said = [tmp_path.with_name(f"{tmp_path.name}-{stream}") for stream in ("out", "err")]
+        process = _PROCESSES.Process(target=command, args=(args, tmp_path, env, said))
+        process.start()
+        process.join(120)
+        stdout, stderr = (file.read_text() for file in said)
+        return SimpleNamespace(returncode=process.exitcode, stdout=stdout, stderr=stderr)
 
+    run.env = env
     return run
+
+
+def command(args, folder, env, said):
+    """`troupe ARGS` in a process of its own, which has imported most of it already."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, file in enumerate([os.devnull, *said]):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    sys.argv = ["troupe", *args]
+    cli.main()
+
+
+@pytest.mark.parametrize("module", [True, False], ids=["python -m troupe", "troupe"])
+def test_the_command_is_there_by_both_its_names(troupe, tmp_path, module):
+    start = [sys.executable, "-m", "troupe"] if module else [str(Path(sys.executable).with_name("troupe"))]
+    done = subprocess.run([*start, "train", "bad_kee.toml"], cwd=tmp_path, env=troupe.env, capture_output=True, text=True)
+    assert done.stderr == "troupe: No recipe 'bad_kee.toml'. Did you mean 'bad_key.toml'?\n" and done.returncode in (1, 2)
 
 
 def tree(folder):
