@@ -15,8 +15,6 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(  # imported once, not by each
     ["troupe.cluster.launch", "troupe.cluster.commands", "torch", "duckdb", "tokenizers"]
 )
-    ["troupe.cluster.launch", "troupe.cluster.commands", "torch", "duckdb", "tokenizers"]
-)  # imported once, not by each
 
 ROOT = Path(__file__).resolve().parents[2]
 LAKE = str(ROOT / "recipes" / "frozen_lake.toml")
