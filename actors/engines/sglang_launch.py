@@ -40,6 +40,7 @@ def command(
         "--sampling-mask-max-tokens": max(4096, vocabulary),
     }
     switches = ["--skip-tokenizer-init", "--skip-server-warmup", "--incremental-streaming-output"]
+    switches += ["--sleep-on-idle"]  # else it spins on a core of its own while it waits for the worlds
     switches += ["--disable-overlap-schedule"]  # else a token under way when weights change is told as the new ones'
     if device == "cpu":
         flags["--attention-backend"] = "torch_native"
