@@ -4,7 +4,7 @@ Owns a deterministic event loop and the mailboxes between the actors in it. Prom
 - the same seed gives the same run, event by event: delays, lost messages and crashes are drawn from it;
 - time is virtual: a day of waiting costs nothing, and a run in which everybody waits for ever is an error, not a hang;
 - messages cross as bytes of `protocol.codec`, as on Ray, and fail as on Ray: an actor that dies takes its calls with it
-  (`ActorLost`, "may or may not have been executed"), and a new one of that name starts from what is on disk;
+  and its bulk data (`ActorLost`, "may or may not have been executed"), and a new one of that name starts from what is on disk;
 - a crash may happen at any await: the dead actor's tasks are cancelled and say nothing more, whatever they catch; what
   was sent before, by an actor that died or by a caller that waits no longer, still arrives.
 """
@@ -134,13 +134,19 @@ class _Clock:
 
 
 class _Blobs:
-    """Bulk data by reference: nothing is copied."""
+    """Bulk data by reference: nothing is copied. It dies with the life of the actor that put it, as on Ray."""
+
+    def __init__(self) -> None:
+        self._owner = _current.get()
 
     def put(self, value: Any) -> Blob:
-        return Blob(value)
+        return Blob((value, self._owner))
 
     async def get(self, blob: Blob) -> Any:
-        return blob.ref
+        value, owner = blob.ref
+        if owner is not None and owner.dead:
+            raise ActorLost(f"bulk data is gone with {owner.name}, which owned it")
+        return value
 
 
 class _Inline(Executor):
