@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 RESTART_WINDOW_S = 300.0
 INFORM_S = 2.0
+_TAKEN_S = 30.0
+"""A call that fails later than this was taken by its receiver, which was lost in its work."""
 _FINISH_S = 60.0
 """Seconds, at most, that new weights wait for turns in flight: less than a router's patience with a replica."""
 
@@ -100,14 +103,21 @@ class Company:
         return states
 
     async def patiently(self, what: str, call: Callable[[], Awaitable[T]], seconds: float = 120.0) -> T:
-        """Calls a child again while it is being replaced, at most for five minutes."""
-        deadline = self._context.clock.now() + RESTART_WINDOW_S
+        """Calls a child again while it is being replaced: at most for five minutes in which it takes no call, and after at
+        most `max_restarts` calls that it took and did not end."""
+        clock, deadline, lost = self._context.clock, math.inf, 0
         while True:
+            began = clock.now()
             try:
                 return await within(seconds, what, call())
             except (ActorLost, NotReady) as error:
-                if self._context.clock.now() > deadline:
-                    raise TimedOut(f"{what}: {error} (for {RESTART_WINDOW_S:g} s)") from error
+                now = clock.now()
+                if now > began + _TAKEN_S:
+                    deadline, lost = math.inf, lost + 1
+                deadline = min(deadline, now + RESTART_WINDOW_S)
+                if now > deadline or lost > self._config.max_restarts:
+                    how = f"was lost in its work {lost} times" if now <= deadline else f"was not taken for {RESTART_WINDOW_S:g} s"
+                    raise TimedOut(f"{what} {how}; last: {error}") from error
                 await asyncio.sleep(0.5)
 
     def members(self, kind: str) -> list[str]:

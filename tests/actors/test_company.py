@@ -1,0 +1,65 @@
+"""How long a company waits for its children, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from troupe.actors.company import Company, Parts
+from troupe.actors.director import limits_of
+from troupe.actors.ledger import Ledger
+from troupe.actors.settings import RunConfig
+from troupe.actors.simulated import Simulation
+from troupe.protocol.errors import ActorLost, NotReady, TimedOut
+
+CONFIG = RunConfig.model_validate({"name": "it", "env": {"name": "echo"}, "max_restarts": 3})
+LOST, AWAY = ActorLost("it was lost"), NotReady("it is starting")
+
+
+def outcome_of(answers: list[tuple[float, Exception | None]], folder: Path) -> tuple[int, str]:
+    """Of patient calls to a child that answers after so many seconds, with that error or well, in the end always like that:
+    how many there were, and how they ended."""
+    calls, ended = 0, ""
+
+    async def call() -> str:
+        nonlocal calls
+        seconds, error = answers[min(calls, len(answers) - 1)]
+        calls += 1
+        await asyncio.sleep(seconds)
+        if error is not None:
+            raise error
+        return "answered"
+
+    async def main(context: Any) -> None:
+        nonlocal ended
+        parts = Parts("", lambda name: pytest.fail("nobody is started"))
+        company = Company(context, CONFIG, parts, limits_of(CONFIG), Ledger(str(folder), context.clock))
+        try:
+            ended = await company.patiently("child.work", call, seconds=3_600.0)
+        except TimedOut as error:
+            ended = str(error)
+
+    with Simulation(0) as simulation:
+        simulation.run(main)
+    return calls, ended
+
+
+def test_a_child_that_dies_after_working_long_is_waited_for_as_long_as_any_other(tmp_path):
+    away: list[tuple[float, Exception | None]] = [(0.0, AWAY)] * 500  # 250 s
+    assert outcome_of([(1_000.0, LOST), *away, (400.0, LOST), *away, (1_000.0, None)], tmp_path) == (1_003, "answered")
+
+
+@pytest.mark.parametrize(
+    ("answers", "calls", "why"),
+    [
+        ([(0.0, AWAY)], 602, "child.work was not taken for 300 s; last: it is starting"),
+        ([(1_000.0, LOST), (0.0, AWAY)], 602, "child.work was not taken for 300 s; last: it is starting"),
+        ([(100.0, LOST)], 4, "child.work was lost in its work 4 times; last: it was lost"),
+        ([(4_000.0, None)], 1, "child.work has not answered for 3600 s"),
+    ],
+)
+def test_a_child_is_not_asked_for_ever_and_the_reason_is_named(tmp_path, answers, calls, why):
+    assert outcome_of(answers, tmp_path) == (calls, why)
