@@ -116,8 +116,8 @@ class Company:
                     deadline, lost = math.inf, lost + 1
                 deadline = min(deadline, now + RESTART_WINDOW_S)
                 if now > deadline or lost > self._config.max_restarts:
-                    how = f"was lost in its work {lost} times" if now <= deadline else f"was not taken for {RESTART_WINDOW_S:g} s"
-                    raise TimedOut(f"{what} {how}; last: {error}") from error
+                    how = f"not taken for {RESTART_WINDOW_S:g} s" if now > deadline else f"lost in its work {lost} times"
+                    raise TimedOut(f"{what} was {how}; last: {error}") from error
                 await asyncio.sleep(0.5)
 
     def members(self, kind: str) -> list[str]:
@@ -218,11 +218,14 @@ class Company:
         return sorted(n for n, version in self._proved.items() if version == wanted)
 
     async def _route(self) -> None:
-        """Tells every pool which generators take work."""
+        """Tells every pool, all at once, which generators take work."""
         routes = Routes(self._provers())
-        for pool in [*self.pools(), *self.roster.draining()]:
+
+        async def tell(pool: str) -> None:
             with contextlib.suppress(*_PASSING):
                 await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
+
+        await asyncio.gather(*(tell(pool) for pool in [*self.pools(), *self.roster.draining()]))
 
     async def _refresh_weights(self, wanted: Weights) -> int:
         """The current weights may be gone, if the learner that sent them died: asks the learner for them again. Returns which

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.laws.conftest import model_folder, simulated_run
 from troupe.actors.company import Company, Parts
 from troupe.actors.director import limits_of
+from troupe.actors.env_pool import EnvPool
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Simulation
 from troupe.protocol.errors import ActorLost, NotReady, TimedOut
+
+assert simulated_run and model_folder  # fixtures
 
 CONFIG = RunConfig.model_validate({"name": "it", "env": {"name": "echo"}, "max_restarts": 3})
 LOST, AWAY = ActorLost("it was lost"), NotReady("it is starting")
@@ -63,3 +68,17 @@ def test_a_child_that_dies_after_working_long_is_waited_for_as_long_as_any_other
 )
 def test_a_child_is_not_asked_for_ever_and_the_reason_is_named(tmp_path, answers, calls, why):
     assert outcome_of(answers, tmp_path) == (calls, why)
+
+
+def test_new_weights_wait_for_the_slowest_pool_not_for_one_after_the_other(simulated_run, monkeypatch):
+    routes = EnvPool.routes
+
+    async def slow(self: EnvPool, message: Any) -> Any:
+        await asyncio.sleep(10.0)
+        return await routes(self, message)
+
+    monkeypatch.setattr(EnvPool, "routes", slow)
+    run = simulated_run(steps=2, env__actors=6, eval__tasks=0)
+    run.play(0)
+    took = [json.loads(line)["sync_s"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(took) < 30.0  # two rounds, if everybody was just being told what they know
