@@ -95,10 +95,11 @@ class Company:
     def roll_call(self) -> dict[str, str]:
         """Every child and how it is: "alive", "proved" (a generator that takes work), "proving", "draining" or "dead"."""
         states = dict.fromkeys([*self.roster.draining(), *sorted(self._retiring)], "draining")
+        takers = self._takers()
         for name in sorted(self._watchers):
             state = "alive" if name in self._alive else "dead"
             if name.startswith("generator-") and state == "alive":
-                state = "proved" if self._proved.get(name) == self.version else "proving"
+                state = "proved" if name in takers else "proving"
             states[name] = state
         return states
 
@@ -201,8 +202,7 @@ class Company:
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
         except (ActorLost, NotReady) as error:
-            self._proved.pop(name, None)  # it is asked again, or replaced by its watcher
-            self._doubt = str(error)
+            self._doubt = str(error)  # it is asked again, or replaced by its watcher; what it had proved it may still hold
             return
         except TroupeError as error:
             self._proved.pop(name, None)
@@ -217,9 +217,13 @@ class Company:
         wanted = self._weights.version if self._weights else -1
         return sorted(n for n, version in self._proved.items() if version == wanted)
 
+    def _takers(self) -> list[str]:
+        """Generators that take work: they have proved the announced version, or a newer one."""
+        return sorted(n for n, version in self._proved.items() if version >= self.version)
+
     async def _route(self) -> None:
         """Tells every pool, all at once, which generators take work."""
-        routes = Routes(self._provers())
+        routes = Routes(self._takers())
 
         async def tell(pool: str) -> None:
             with contextlib.suppress(*_PASSING):

@@ -13,6 +13,7 @@ from tests.laws.conftest import model_folder, simulated_run
 from troupe.actors.company import Company, Parts
 from troupe.actors.director import limits_of
 from troupe.actors.env_pool import EnvPool
+from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Simulation
@@ -82,3 +83,26 @@ def test_new_weights_wait_for_the_slowest_pool_not_for_one_after_the_other(simul
     run.play(0)
     took = [json.loads(line)["sync_s"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert max(took) < 30.0  # two rounds, if everybody was just being told what they know
+
+
+def test_generators_whose_next_weights_die_on_their_way_go_on_with_those_that_they_have_proved(simulated_run, monkeypatch):
+    publish, train = Company.publish, Learner.train
+    companies, states = [], []
+
+    async def strike(self: Company, weights: Any) -> None:
+        if weights.version == 3 and not companies:
+            companies.append(self)
+            run.simulation.crash("learner")
+        await publish(self, weights)
+
+    async def look(self: Learner, message: Any) -> Any:
+        await asyncio.sleep(60.0)
+        states.extend(state for company in companies for name, state in company.roll_call().items() if "generator" in name)
+        return await train(self, message)
+
+    monkeypatch.setattr(Company, "publish", strike)
+    monkeypatch.setattr(Learner, "train", look)
+    run = simulated_run(steps=4, checkpoint_every=9, eval__tasks=0)
+    run.play(0)
+    assert len(states) == 2 * 4 and set(states) == {"proved"}  # steps 1 to 3 once more, and step 4
+    assert run.summary()["episodes_retried"] == 0
