@@ -171,7 +171,10 @@ class Company:
 
     async def scale(self, wanted: Scale) -> None:
         """Changes the number of environment pools or generators. New ones live when it returns; pools that go may go on
-        finishing their episodes. Raises ConfigError for a number of pools that the recipe's bounds exclude."""
+        finishing their episodes. Raises ConfigError for a number of pools that the recipe's bounds exclude, and NotReady while
+        the first ones start: how many there are is not known yet."""
+        if not self._routines:
+            raise NotReady("the run is still starting its actors: scale it when they live")
         if wanted.env_actors is not None:
             await self.roster.scale(wanted.env_actors)
         if wanted.generators is not None:

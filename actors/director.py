@@ -128,7 +128,7 @@ class Director:
     async def scale(self, message: Scale) -> Ack:
         """Changes the number of environment pools or generators while the run goes on."""
         if self._company is None:
-            raise NotReady("the run has not started its actors yet")
+            raise NotReady("the run has not begun to start its actors: scale it when they live")
         await self._company.scale(message)
         return Ack()
 

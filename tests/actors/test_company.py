@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from tests.laws.conftest import model_folder, simulated_run
+from tests.laws.conftest import SeededEngine, model_folder, simulated_run
 from troupe.actors.company import Company, Parts
-from troupe.actors.director import limits_of
+from troupe.actors.director import Director, limits_of
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Simulation
 from troupe.protocol.errors import ActorLost, NotReady, TimedOut
+from troupe.protocol.messages import Scale
 
 assert simulated_run and model_folder  # fixtures
 
@@ -106,3 +107,29 @@ def test_generators_whose_next_weights_die_on_their_way_go_on_with_those_that_th
     run.play(0)
     assert len(states) == 2 * 4 and set(states) == {"proved"}  # steps 1 to 3 once more, and step 4
     assert run.summary()["episodes_retried"] == 0
+
+
+@pytest.mark.parametrize("wanted", [{"env_actors": 4}, {"env_actors": 1}, {"generators": 3}, {"generators": 1}])
+def test_a_company_that_still_starts_is_not_scaled_and_then_it_is(simulated_run, monkeypatch, wanted):
+    lead, seen = Director._lead, []
+
+    async def slow(self: SeededEngine) -> None:
+        await asyncio.sleep(10.0)
+
+    async def scale_beside(self: Director, company: Company) -> None:
+        async def scale() -> None:
+            await asyncio.sleep(5.0)
+            with pytest.raises(NotReady, match="still starting its actors: scale it when they live"):
+                await self.scale(Scale(**wanted))
+            await asyncio.sleep(10.0)
+            await self.scale(Scale(**wanted))
+            seen.append([len(company.members(kind)) for kind in ("env-", "generator-")])
+
+        scaling = asyncio.ensure_future(scale())
+        await lead(self, company)
+        await scaling
+
+    monkeypatch.setattr(SeededEngine, "start", slow)
+    monkeypatch.setattr(Director, "_lead", scale_beside)
+    simulated_run(steps=6, env__options={"turns": 2, "sleep": 2.0}).play(0)
+    assert seen == [[wanted.get("env_actors", 2), wanted.get("generators", 2)]]
