@@ -4,7 +4,8 @@ Owns the actors that the director leads, and the current weight version. Promise
 - a version is announced only after every generator proved by checksum that it holds it; a generator that cannot prove
   it is ended and replaced, and takes no work before it has proved (law 4);
 - a child that dies is started again with back-off and welcomed with all that it must know; more than `max_restarts`
-  deaths within `RESTART_WINDOW_S` seconds stop the run, saying whose;
+  deaths within `RESTART_WINDOW_S` seconds, or `_STARTS` starts in a row that took that long and failed, stop the run, saying
+  whose and why;
 - children are found again by name, so that a new director takes over the company of the one before (law 7);
 - a child that is scaled away takes no more work and finishes what it has first, within a limit. Which pools there are is said
   by `roster.py`.
@@ -37,6 +38,7 @@ from troupe.protocol.messages import Announce, Drain, GetWeights, Limits, Pools,
 T = TypeVar("T")
 
 RESTART_WINDOW_S = 300.0
+_STARTS = 3
 INFORM_S = 2.0
 _TAKEN_S = 30.0
 """A call that fails later than this was taken by its receiver, which was lost in its work."""
@@ -264,14 +266,17 @@ class Company:
 
     async def _bring(self, name: str, death: str) -> None:
         """Starts `name`, again and again if it dies while it starts. `death`: why the one before died, if there was one."""
+        failed, first = 0, self._context.clock.now()
         while name not in self._alive:
+            if failed >= _STARTS and self._context.clock.now() > first + RESTART_WINDOW_S:
+                raise TroupeError(f"{name} did not come to life in {failed} starts; last: {death}")
             if death:
                 await self._mourn(name, death)
             try:
                 await self._start(name)
                 self._alive.add(name)
             except _PASSING as error:
-                death = str(error)
+                failed, death = failed + 1, str(error)
                 await self._context.kill(name)
 
     async def _start(self, name: str) -> None:

@@ -17,7 +17,7 @@ from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.actors.simulated import Simulation
-from troupe.protocol.errors import ActorLost, NotReady, TimedOut
+from troupe.protocol.errors import ActorLost, NotReady, TimedOut, TroupeError
 from troupe.protocol.messages import Scale
 
 assert simulated_run and model_folder  # fixtures
@@ -133,3 +133,15 @@ def test_a_company_that_still_starts_is_not_scaled_and_then_it_is(simulated_run,
     monkeypatch.setattr(Director, "_lead", scale_beside)
     simulated_run(steps=6, env__options={"turns": 2, "sleep": 2.0}).play(0)
     assert seen == [[wanted.get("env_actors", 2), wanted.get("generators", 2)]]
+
+
+def test_a_child_that_never_comes_to_life_ends_the_run_however_long_a_start_takes(simulated_run, monkeypatch):
+    async def hang(self: SeededEngine) -> None:
+        await asyncio.sleep(400.0)
+        raise TimedOut("its server has not started for 400 s")
+
+    monkeypatch.setattr(SeededEngine, "start", hang)
+    run = simulated_run()
+    with pytest.raises(TroupeError, match=r"generator-\d did not come to life in 3 starts; last: its server has not started"):
+        run.play(0)
+    assert run.simulation.loop.time() < 1_500.0
