@@ -54,8 +54,8 @@ class Router:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def generate(self, request: Generate) -> Generated:
-        """Samples on some replica. Raises TimedOut when none answered in time."""
+    async def generate(self, request: Generate, turns: Turns | None = None) -> Generated:
+        """Samples on some replica. Raises TimedOut when none answered in time. turns: to whose waits is added."""
         clock = self._context.clock
         deadline = clock.now() + self._patience_s
         reason, tried = "no generator has proved its weights yet", False
@@ -67,7 +67,12 @@ class Router:
             if clock.now() >= deadline and (tried or name is None):
                 raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
             if name is None:
-                await self._wait(0.2 if full else 1.0)
+                began = clock.now()
+                try:
+                    await self._wait(0.2 if full else 1.0)
+                finally:
+                    if turns is not None and not full:
+                        turns.waited, turns.reason = turns.waited + clock.now() - began, reason
                 full.clear()
                 continue
             tried, issued = True, clock.now()
@@ -144,6 +149,18 @@ class Router:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
             return
+
+
+class Turns:
+    """One episode's way to the replicas: sums up for how many seconds none took its turns, and why the last did not."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.waited, self.reason = 0.0, ""
+
+    async def generate(self, request: Generate) -> Generated:
+        """See `Router.generate`."""
+        return await self._router.generate(request, self)
 
 
 def _rest(request: Generate, said: list[Generated]) -> Generate:
