@@ -253,6 +253,7 @@ class Company:
         if await self._context.exists(name):
             self._alive.add(name)
         else:
+            await self._context.kill(name)  # one that a director who died had created and not begun
             await self._bring(name, "")
         if name not in self._watchers:
             self._watchers[name] = asyncio.ensure_future(self._supervise(name))

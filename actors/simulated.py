@@ -41,6 +41,8 @@ class Chaos:
     """Probability that a message takes a hundred times longer."""
     lose_request: float = 0.0
     lose_reply: float = 0.0
+    process_s: float = 0.0
+    """Seconds that a new actor's process takes until it can be begun. A creator that dies meanwhile leaves it like that."""
 
 
 class _VirtualTime(selectors.SelectSelector):
@@ -107,6 +109,7 @@ class _Actor:
     instance: Any = None
     tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order of their start: a set would not be cancelled in the same order twice."""
+    begun: bool = False
     dead: bool = False
 
 
@@ -227,7 +230,13 @@ class SimulatedContext:
             raise TroupeError(f"there is an actor '{name}' already")
         actor = simulation.actors[name] = _Actor(name, simulation.loop.create_future())
 
+        if simulation.chaos.process_s:
+            await asyncio.sleep(simulation.chaos.process_s)
+            if actor.dead:
+                raise ActorLost(f"{name} was lost during 'start'")
+
         async def begin() -> None:
+            actor.begun = True
             instance = cls(SimulatedContext(name, simulation), **kwargs)
             if hasattr(instance, "start"):
                 await instance.start()
@@ -243,7 +252,8 @@ class SimulatedContext:
     async def exists(self, name: str) -> bool:
         _check_alive()
         await asyncio.sleep(self.simulation.travel())
-        return name in self.simulation.actors
+        actor = self.simulation.actors.get(name)
+        return actor is not None and actor.begun
 
     async def watch(self, name: str) -> str:
         _check_alive()
