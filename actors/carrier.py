@@ -36,7 +36,7 @@ _GRACE_S = 10.0
 _CANCELS = 3
 _PAUSE_S = 0.2
 _MOVES = 16
-"""How often an episode may be moved, because its pool drains, until that counts as a failure."""
+"""How often an episode may be moved, as its pool drains or no generator takes its turns, until that counts as a failure."""
 
 
 class Carrier:
@@ -106,7 +106,7 @@ class Carrier:
         Retried: infrastructure failures, of evaluations and under the policy "retry". A failure of kind "data" counts
         for the quarantine of its task, and so does an episode that failed at each of several attempts in the same words,
         the pools' names aside (the latter is not known to a restarted dispatcher). An attempt that a draining pool did not
-        finish is moved: another runs, and it counts as no failure, at most `_MOVES` times.
+        finish, or that no generator let finish, is moved: another runs, and it counts as no failure, at most `_MOVES` times.
         """
         settings, member = self._settings, group.members[number]
         allowed = settings.attempts if group.kind == "eval" or settings.on_failure == "retry" else 1

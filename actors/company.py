@@ -4,7 +4,8 @@ Owns the actors that the director leads, and the current weight version. Promise
 - a version is announced only after every generator proved by checksum that it holds it; a generator that cannot prove
   it is ended and replaced, and takes no work before it has proved (law 4);
 - a child that dies is started again with back-off and welcomed with all that it must know; more than `max_restarts`
-  deaths within `RESTART_WINDOW_S` seconds stop the run, saying whose;
+  deaths within `RESTART_WINDOW_S` seconds, or `_STARTS` starts in a row that took that long and failed, stop the run, saying
+  whose and why;
 - children are found again by name, so that a new director takes over the company of the one before (law 7);
 - a child that is scaled away takes no more work and finishes what it has first, within a limit. Which pools there are is said
   by `roster.py`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -36,7 +38,10 @@ from troupe.protocol.messages import Announce, Drain, GetWeights, Limits, Pools,
 T = TypeVar("T")
 
 RESTART_WINDOW_S = 300.0
+_STARTS = 3
 INFORM_S = 2.0
+_TAKEN_S = 30.0
+"""A call that fails later than this was taken by its receiver, which was lost in its work."""
 _FINISH_S = 60.0
 """Seconds, at most, that new weights wait for turns in flight: less than a router's patience with a replica."""
 
@@ -92,22 +97,30 @@ class Company:
     def roll_call(self) -> dict[str, str]:
         """Every child and how it is: "alive", "proved" (a generator that takes work), "proving", "draining" or "dead"."""
         states = dict.fromkeys([*self.roster.draining(), *sorted(self._retiring)], "draining")
+        takers = self._takers()
         for name in sorted(self._watchers):
             state = "alive" if name in self._alive else "dead"
             if name.startswith("generator-") and state == "alive":
-                state = "proved" if self._proved.get(name) == self.version else "proving"
+                state = "proved" if name in takers else "proving"
             states[name] = state
         return states
 
     async def patiently(self, what: str, call: Callable[[], Awaitable[T]], seconds: float = 120.0) -> T:
-        """Calls a child again while it is being replaced, at most for five minutes."""
-        deadline = self._context.clock.now() + RESTART_WINDOW_S
+        """Calls a child again while it is being replaced: at most for five minutes in which it takes no call, and after at
+        most `max_restarts` calls that it took and did not end."""
+        clock, deadline, lost = self._context.clock, math.inf, 0
         while True:
+            began = clock.now()
             try:
                 return await within(seconds, what, call())
             except (ActorLost, NotReady) as error:
-                if self._context.clock.now() > deadline:
-                    raise TimedOut(f"{what}: {error} (for {RESTART_WINDOW_S:g} s)") from error
+                now = clock.now()
+                if now > began + _TAKEN_S:
+                    deadline, lost = math.inf, lost + 1
+                deadline = min(deadline, now + RESTART_WINDOW_S)
+                if now > deadline or lost > self._config.max_restarts:
+                    how = f"not taken for {RESTART_WINDOW_S:g} s" if now > deadline else f"lost in its work {lost} times"
+                    raise TimedOut(f"{what} was {how}; last: {error}") from error
                 await asyncio.sleep(0.5)
 
     def members(self, kind: str) -> list[str]:
@@ -160,7 +173,10 @@ class Company:
 
     async def scale(self, wanted: Scale) -> None:
         """Changes the number of environment pools or generators. New ones live when it returns; pools that go may go on
-        finishing their episodes. Raises ConfigError for a number of pools that the recipe's bounds exclude."""
+        finishing their episodes. Raises ConfigError for a number of pools that the recipe's bounds exclude, and NotReady while
+        the first ones start: how many there are is not known yet."""
+        if not self._routines:
+            raise NotReady("the run is still starting its actors: scale it when they live")
         if wanted.env_actors is not None:
             await self.roster.scale(wanted.env_actors)
         if wanted.generators is not None:
@@ -191,8 +207,7 @@ class Company:
         try:
             held = await within(300.0, f"{name}.load_weights", self._context.ref(name, Generator).load_weights(weights))
         except (ActorLost, NotReady) as error:
-            self._proved.pop(name, None)  # it is asked again, or replaced by its watcher
-            self._doubt = str(error)
+            self._doubt = str(error)  # it is asked again, or replaced by its watcher; what it had proved it may still hold
             return
         except TroupeError as error:
             self._proved.pop(name, None)
@@ -207,12 +222,19 @@ class Company:
         wanted = self._weights.version if self._weights else -1
         return sorted(n for n, version in self._proved.items() if version == wanted)
 
+    def _takers(self) -> list[str]:
+        """Generators that take work: they have proved the announced version, or a newer one."""
+        return sorted(n for n, version in self._proved.items() if version >= self.version)
+
     async def _route(self) -> None:
-        """Tells every pool which generators take work."""
-        routes = Routes(self._provers())
-        for pool in [*self.pools(), *self.roster.draining()]:
+        """Tells every pool, all at once, which generators take work."""
+        routes = Routes(self._takers())
+
+        async def tell(pool: str) -> None:
             with contextlib.suppress(*_PASSING):
                 await within(30.0, f"{pool}.routes", self._context.ref(pool, EnvPool).routes(routes))
+
+        await asyncio.gather(*(tell(pool) for pool in [*self.pools(), *self.roster.draining()]))
 
     async def _refresh_weights(self, wanted: Weights) -> int:
         """The current weights may be gone, if the learner that sent them died: asks the learner for them again. Returns which
@@ -231,6 +253,7 @@ class Company:
         if await self._context.exists(name):
             self._alive.add(name)
         else:
+            await self._context.kill(name)  # one that a director who died had created and not begun
             await self._bring(name, "")
         if name not in self._watchers:
             self._watchers[name] = asyncio.ensure_future(self._supervise(name))
@@ -244,14 +267,17 @@ class Company:
 
     async def _bring(self, name: str, death: str) -> None:
         """Starts `name`, again and again if it dies while it starts. `death`: why the one before died, if there was one."""
+        failed, first = 0, self._context.clock.now()
         while name not in self._alive:
+            if failed >= _STARTS and self._context.clock.now() > first + RESTART_WINDOW_S:
+                raise TroupeError(f"{name} did not come to life in {failed} starts; last: {death}")
             if death:
                 await self._mourn(name, death)
             try:
                 await self._start(name)
                 self._alive.add(name)
             except _PASSING as error:
-                death = str(error)
+                failed, death = failed + 1, str(error)
                 await self._context.kill(name)
 
     async def _start(self, name: str) -> None:

@@ -56,7 +56,7 @@ class Context(Protocol):
         the actor raised. An actor of that name is an error."""
 
     async def exists(self, name: str) -> bool:
-        """Is an actor of that name alive?"""
+        """Is an actor of that name alive, and was it begun? (One whose creator died before that never will be: `kill` it.)"""
 
     async def watch(self, name: str) -> str:
         """Returns, with the reason, when the actor called `name` is dead; until then it waits."""

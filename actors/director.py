@@ -128,7 +128,7 @@ class Director:
     async def scale(self, message: Scale) -> Ack:
         """Changes the number of environment pools or generators while the run goes on."""
         if self._company is None:
-            raise NotReady("the run has not started its actors yet")
+            raise NotReady("the run has not begun to start its actors: scale it when they live")
         await self._company.scale(message)
         return Ack()
 
@@ -192,7 +192,7 @@ class Director:
             if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
                 await self._evaluate(company, f"step {self._step}")
         while await company.patiently("learner.save", self._checkpoint, _STEP_S) != config.steps:
-            await self._train_and_publish(company, await self._batch(config.steps))
+            await self._train_and_publish(company, config.steps)
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True
         await self._look(company)
@@ -203,12 +203,11 @@ class Director:
         """Trains `step`, publishes its weights and writes down what was measured."""
         began = self._context.clock.now()
         with self._timing.of("step", step=step):
-            batch = await self._batch(step)
-            trained = await self._train_and_publish(company, batch)
+            trained, count = await self._train_and_publish(company, step)
         self._step = trained.step
         took = self._context.clock.now() - began
         with self._timing.of("measure", step=step):
-            await self._measure(company, trained, batch.count, took)
+            await self._measure(company, trained, count, took)
 
     async def _cold_start(self, company: Company) -> None:
         """Supervised steps on what the scripted player shows."""
@@ -305,21 +304,21 @@ class Director:
                 if "proved" in company.roll_call().values():
                     sampled = clock.now()
 
-    async def _train_and_publish(self, company: Company, batch: Batch) -> Trained:
-        """Trains until the learner is at the batch's step and its weights have arrived. A learner that was lost comes
-        back at its newest checkpoint: the steps since then are replayed from the store."""
+    async def _train_and_publish(self, company: Company, step: int) -> tuple[Trained, int]:
+        """Trains until the learner is at `step` and its weights have arrived; also says on how many trajectories. A learner
+        that was lost comes back at its newest checkpoint: the steps since then are replayed from the store."""
         while True:
             try:
                 status = await within(60.0, "learner.status", self._learner.status(Ping()))
-                replay = min(status.step + 1, batch.step)
-                work = batch if replay == batch.step else await self._batch(replay)
-                message = Train(work, *self._watch.treatment(replay))
+                replay = min(status.step + 1, step)
+                batch = await self._batch(replay)  # at each try: it is gone with the store that gave it
+                message = Train(batch, *self._watch.treatment(replay))
                 with self._timing.of("train", step=replay):
                     trained = await within(_STEP_S, "learner.train", self._learner.train(message))
-                if trained.step == batch.step:
+                if trained.step == step:
                     await self._meet(company, trained.step + 1)
                     await self._publish(company, trained.weights)
-                    return trained
+                    return trained, batch.count
                 self._ledger.say(f"the learner replayed step {trained.step} from the store")
             except (ActorLost, NotReady):
                 await asyncio.sleep(0.5)  # the company is replacing it

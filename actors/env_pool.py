@@ -4,6 +4,7 @@ Owns its worlds and the trajectories that grow in it. Promises:
 - `run_episode` returns exactly one `EpisodeDone` for an attempt; the finished trajectory has been offered to the store
   once before it does (law 3);
 - an episode that broke is deposited as failed, with where and why, and carries no success (law 6);
+- an episode that ran out of time because no generator took its turns is not broken: it ends as cancelled, to be moved;
 - an episode that had succeeded when time ran out keeps its reward; what goes wrong afterwards does not take it back;
 - a world that does not return is given up at its wall clock and its slot is free again. A thread that Python cannot end
   stays behind: with too many of them the pool takes no more episodes, finishes those it has, and lets itself be replaced;
@@ -31,7 +32,7 @@ from troupe.actors.context import Context, within
 from troupe.actors.loops.base import Outcome, Stage
 from troupe.actors.patience import patiently
 from troupe.actors.recorder import Recorder
-from troupe.actors.router import Router
+from troupe.actors.router import Router, Turns
 from troupe.actors.settings import AgentSettings
 from troupe.actors.store import Store
 from troupe.actors.tree import Forking
@@ -72,6 +73,8 @@ _FAILURES = 3
 _LOOP_GRACE_S = 10.0
 """Seconds beyond a world's own limit that the event loop may stand still."""
 _UNLIMITED = 2**31
+_WAITED = 0.25
+"""Share of its time for which no generator took an episode's turns, from which on it is not to blame for being too late."""
 _STUCK = 0.25
 """Share of the slots whose worlds may be stuck in threads that cannot be ended, until the pool is replaced."""
 
@@ -96,7 +99,7 @@ class EnvPool:
         self._options = options
         self._rendering = rendering.load(model_folder, renderer)
         self._window = rendering.context_window(model_folder)
-        self._router = Router(context, generate_s)
+        self._router = Router(context, generate_s, patience_s=math.inf)  # each episode has its own limit
         self._store = context.ref("store", Store)
         self._loop = loops.choose(agent or AgentSettings(), self._world)
         self._running: set[tuple[str, int]] = set()
@@ -224,12 +227,13 @@ class EnvPool:
     async def _episode(self, message: RunEpisode) -> EpisodeDone:
         clock = self._context.clock
         outcome = Outcome()
-        policy = Forking(self._router, outcome.steps)
+        turns = Turns(self._router)
+        policy = Forking(turns, outcome.steps)
         recorder = Recorder(message, self._rendering, policy, self._window)
         failure: Failure | None = None
         started = clock.now()
         spent: defaultdict[str, float] = defaultdict(float)
-        cancelled = False
+        cancelled, waited = False, ""
         try:
             driver = self._driver(message.limits.env_step_s, spent)
             stage = Stage(driver, self._world.system, message.task, recorder, message.limits, outcome)
@@ -254,6 +258,9 @@ class EnvPool:
         except Exception as error:
             if isinstance(error, TimedOut) and outcome.success:
                 outcome.stop = "wall_clock"
+            elif clock.now() - started > 0.99 * (limit := message.limits.episode_s) and turns.waited >= _WAITED * limit:
+                cancelled = True
+                waited = f"no generator took its turns for {turns.waited:.3g} of {limit:g} s: {turns.reason}"
             else:
                 failure = self._classify(error, message)
                 outcome.stop = "wall_clock" if isinstance(error, TimedOut) else "failed"
@@ -304,7 +311,7 @@ class EnvPool:
             tokens=trajectory.sampled_tokens,
             oldest_version=trajectory.versions[0],
             failure_kind=failure.kind if failure else "",
-            failure=failure.message if failure else receipt.reason,
+            failure=failure.message if failure else receipt.reason or waited,
         )
 
     def _note(self, trajectory: Trajectory, spent: defaultdict[str, float], storing: float) -> None:

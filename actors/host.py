@@ -178,10 +178,10 @@ class RayContext:
 
     async def exists(self, name: str) -> bool:
         try:
-            await ray.get_actor(name, self.namespace).alive.remote()
-        except (ValueError, *_LOST):
+            async with asyncio.timeout(LONGEST_START_S):  # it may wait for room in the cluster, with nobody left to begin it
+                return bool(await ray.get_actor(name, self.namespace).begun.remote())
+        except (ValueError, TimeoutError, *_LOST):
             return False
-        return True
 
     async def watch(self, name: str) -> str:
         try:
@@ -194,13 +194,12 @@ class RayContext:
         return "it ended"
 
     async def kill(self, name: str) -> None:
-        try:
+        with contextlib.suppress(ValueError, *_LOST):
             handle = ray.get_actor(name, self.namespace)
-        except ValueError:
-            return
-        ray.kill(handle)
-        while await self.exists(name):
-            await asyncio.sleep(0.02)
+            ray.kill(handle)
+            while True:  # until its name is free
+                await handle.begun.remote()
+                await asyncio.sleep(0.02)
 
     def die(self, reason: str) -> None:
         print(f"{self.name} ends itself: {reason}", file=sys.stderr, flush=True)
@@ -252,17 +251,20 @@ class _Hosted:
         self._context = RayContext(name, namespace, lease, seed)
         self._cls, self._kwargs = cls, kwargs
         self._actor: Any = None
+        self._begun = False
+        threading.Thread(target=self._end_with_lease, daemon=True, name="lease").start()
 
     @ray.method(concurrency_group="control")
-    async def alive(self) -> None:
-        return
+    async def begun(self) -> bool:
+        """Whether `begin` has come, which is lost with a creator that dies before this process is up."""
+        return self._begun
 
     @ray.method(concurrency_group="control")
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
     async def begin(self) -> PackedError | int:
-        threading.Thread(target=self._end_with_lease, daemon=True, name="lease").start()
+        self._begun = True
         try:
             actor = self._cls(self._context, **self._kwargs)
             if hasattr(actor, "start"):
@@ -270,6 +272,7 @@ class _Hosted:
             self._actor = actor
             settle()
         except Exception as error:
+            threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()  # its creator may be dead, who would end it
             return self._packed(error, "start")
         return os.getpid()
 

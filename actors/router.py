@@ -4,12 +4,13 @@ Owns its own view of who is busy. Promises:
 - a trajectory returns to the replica that holds its cache, unless that replica is gone or full;
 - trajectories of one group, which begin alike, begin on the same replica, whichever process asks, unless that one has clearly
   more to do than another (`_fair`);
-- a request whose replica died is issued again elsewhere (same prompt, same seed) until its time is up;
+- a request whose replica died is issued again elsewhere (same prompt, same seed);
 - a turn that its replica cut short goes on from what that one had sampled, wherever there is room; each of its tokens keeps
   its logprob and its version. With stop strings, which could begin before the cut and end after it, it is sampled anew;
 - a replica that is full is passed over; when all are, it waits a little and asks again;
 - a request that its caller gives up is aborted where it runs, so that nothing is sampled for nobody;
-- when no replica takes work it waits for one, at most `patience_s`, and then names the reason.
+- each time that it is issued has `generate_s`. When no replica takes it, it waits for one, at most `patience_s` in all since
+  something of it was kept, and then names the reason.
 """
 
 from __future__ import annotations
@@ -53,22 +54,28 @@ class Router:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def generate(self, request: Generate) -> Generated:
-        """Samples on some replica. Raises TimedOut when none answered in time."""
-        deadline = self._context.clock.now() + self._patience_s
+    async def generate(self, request: Generate, turns: Turns | None = None) -> Generated:
+        """Samples on some replica. Raises TimedOut when none answered in time. turns: to whose waits is added."""
+        clock = self._context.clock
+        deadline = clock.now() + self._patience_s
         reason, tried = "no generator has proved its weights yet", False
         said: list[Generated] = []  # by replicas that cut the turn short
         cut_by = ""
         full: set[str] = set()
         while True:
             name = self._choose(request.session, request.group, full)
-            if self._context.clock.now() >= deadline and (tried or name is None):
+            if clock.now() >= deadline and (tried or name is None):
                 raise TimedOut(f"no generator took '{request.request}' for {self._patience_s:g} s: {reason}")
             if name is None:
-                await self._wait(0.2 if full else 1.0)
+                began = clock.now()
+                try:
+                    await self._wait(0.2 if full else 1.0)
+                finally:
+                    if turns is not None and not full:
+                        turns.waited, turns.reason = turns.waited + clock.now() - began, reason
                 full.clear()
                 continue
-            tried = True
+            tried, issued = True, clock.now()
             self._load[name] += 1
             try:
                 generator = self._context.ref(name, Generator)
@@ -80,8 +87,7 @@ class Router:
                     return _joined(said)
                 reason = f"{name} cut '{request.request}' short"
                 self.reissued += 1
-                if kept:
-                    deadline = self._context.clock.now() + self._patience_s
+                deadline = clock.now() + self._patience_s if kept else deadline + clock.now() - issued
                 if kept or cut_by == name:
                     self._drop(name)
                 cut_by = name  # perhaps to take new weights: then it holds the request until it has them
@@ -91,6 +97,7 @@ class Router:
             except (ActorLost, NotReady) as error:
                 # Gone, or a replacement that has proved nothing yet: it comes back with the next routes.
                 reason = str(error)
+                deadline += clock.now() - issued
                 self._drop(name)
                 self.reissued += 1
             except Overloaded as error:
@@ -142,6 +149,18 @@ class Router:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
             return
+
+
+class Turns:
+    """One episode's way to the replicas: sums up for how many seconds none took its turns, and why the last did not."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.waited, self.reason = 0.0, ""
+
+    async def generate(self, request: Generate) -> Generated:
+        """See `Router.generate`."""
+        return await self._router.generate(request, self)
 
 
 def _rest(request: Generate, said: list[Generated]) -> Generate:

@@ -4,7 +4,7 @@ Owns a deterministic event loop and the mailboxes between the actors in it. Prom
 - the same seed gives the same run, event by event: delays, lost messages and crashes are drawn from it;
 - time is virtual: a day of waiting costs nothing, and a run in which everybody waits for ever is an error, not a hang;
 - messages cross as bytes of `protocol.codec`, as on Ray, and fail as on Ray: an actor that dies takes its calls with it
-  (`ActorLost`, "may or may not have been executed"), and a new one of that name starts from what is on disk;
+  and its bulk data (`ActorLost`, "may or may not have been executed"), and a new one of that name starts from what is on disk;
 - a crash may happen at any await: the dead actor's tasks are cancelled and say nothing more, whatever they catch; what
   was sent before, by an actor that died or by a caller that waits no longer, still arrives.
 """
@@ -41,6 +41,8 @@ class Chaos:
     """Probability that a message takes a hundred times longer."""
     lose_request: float = 0.0
     lose_reply: float = 0.0
+    process_s: float = 0.0
+    """Seconds that a new actor's process takes until it can be begun. A creator that dies meanwhile leaves it like that."""
 
 
 class _VirtualTime(selectors.SelectSelector):
@@ -107,6 +109,7 @@ class _Actor:
     instance: Any = None
     tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     """In the order of their start: a set would not be cancelled in the same order twice."""
+    begun: bool = False
     dead: bool = False
 
 
@@ -134,13 +137,19 @@ class _Clock:
 
 
 class _Blobs:
-    """Bulk data by reference: nothing is copied."""
+    """Bulk data by reference: nothing is copied. It dies with the life of the actor that put it, as on Ray."""
+
+    def __init__(self) -> None:
+        self._owner = _current.get()
 
     def put(self, value: Any) -> Blob:
-        return Blob(value)
+        return Blob((value, self._owner))
 
     async def get(self, blob: Blob) -> Any:
-        return blob.ref
+        value, owner = blob.ref
+        if owner is not None and owner.dead:
+            raise ActorLost(f"bulk data is gone with {owner.name}, which owned it")
+        return value
 
 
 class _Inline(Executor):
@@ -221,7 +230,13 @@ class SimulatedContext:
             raise TroupeError(f"there is an actor '{name}' already")
         actor = simulation.actors[name] = _Actor(name, simulation.loop.create_future())
 
+        if simulation.chaos.process_s:
+            await asyncio.sleep(simulation.chaos.process_s)
+            if actor.dead:
+                raise ActorLost(f"{name} was lost during 'start'")
+
         async def begin() -> None:
+            actor.begun = True
             instance = cls(SimulatedContext(name, simulation), **kwargs)
             if hasattr(instance, "start"):
                 await instance.start()
@@ -237,7 +252,8 @@ class SimulatedContext:
     async def exists(self, name: str) -> bool:
         _check_alive()
         await asyncio.sleep(self.simulation.travel())
-        return name in self.simulation.actors
+        actor = self.simulation.actors.get(name)
+        return actor is not None and actor.begun
 
     async def watch(self, name: str) -> str:
         _check_alive()

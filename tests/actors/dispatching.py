@@ -174,7 +174,7 @@ class Company:
             try:
                 batch = await store.batch(GetBatch(step, self.rollout.groups_per_step, wait_s=1.0))
                 if batch.trajectories is not None:
-                    return arrow.from_table(batch.trajectories.ref)
+                    return arrow.from_table(await self.context.blobs.get(batch.trajectories))
             except (ActorLost, NotReady):
                 await asyncio.sleep(0.1)
             await self.hear()

@@ -208,6 +208,26 @@ async def test_a_pool_with_too_many_worlds_that_cannot_be_ended_finishes_its_wor
     Trouble.release.clear()
 
 
+async def test_an_episode_that_no_generator_lets_finish_is_no_failure_and_one_that_is_slow_is_one(pool_of):
+    pool, context = await pool_of("fine")
+    await pool.routes(Routes([]))
+    done = await pool.run_episode(ask(episode_s=0.4))
+    assert (done.status, done.failure_kind, context.deposits[0].status) == ("cancelled", "", "cancelled")
+    assert re.fullmatch(
+        r"no generator took its turns for 0\.\d+ of 0\.4 s: no generator has proved its weights yet", done.failure
+    )
+    await pool.routes(Routes(["generator-0"]))
+    slow, _ = await pool_of("blocks")
+    try:
+        done = await slow.run_episode(ask(episode_s=0.4, env_step_s=30.0))
+        assert (done.status, done.stop) == ("failed", "wall_clock")
+    finally:
+        Trouble.release.set()
+    while calls.stuck():
+        await asyncio.sleep(0.02)
+    Trouble.release.clear()
+
+
 async def test_a_cancelled_attempt_is_recorded_as_cancelled(pool_of):
     pool, context = await pool_of("blocks", slots=64)
     running = asyncio.ensure_future(pool.run_episode(ask(env_step_s=30.0)))

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
-from troupe.actors.host import RayContext
+from troupe.actors.host import RayContext, _Hosted
 from troupe.cluster.launch import ray_session
 from troupe.protocol.errors import ActorLost, NotReady, RemoteError
 from troupe.protocol.messages import Blob, Health, Ping, Weights, WeightsHeld
@@ -90,6 +91,26 @@ async def test_an_actor_that_cannot_start_says_why_and_is_gone(context: RayConte
     assert not await context.exists("broken")
 
 
+async def test_an_actor_that_nobody_begins_does_not_count_as_there_and_can_be_replaced(context: RayContext) -> None:
+    options = {"name": "unborn", "namespace": context.namespace, "lifetime": "detached", "num_cpus": 0}
+    _Hosted.options(**options).remote("unborn", context.namespace, context._lease, 0, worker_class(), {})  # type: ignore[attr-defined]
+    assert not await context.exists("unborn")
+    await context.kill("unborn")
+    await context.spawn("unborn", worker_class())
+    assert await context.exists("unborn")
+    await context.kill("unborn")
+    assert not await context.exists("unborn")
+
+
+async def test_an_actor_that_cannot_start_ends_though_its_creator_is_gone(context: RayContext) -> None:
+    options = {"name": "forlorn", "namespace": context.namespace, "lifetime": "detached", "num_cpus": 0}
+    arguments = ("forlorn", context.namespace, context._lease, 0, worker_class(), {"start_error": True})
+    handle = _Hosted.options(**options).remote(*arguments)  # type: ignore[attr-defined]
+    watching = asyncio.ensure_future(context.watch("forlorn"))
+    await handle.begin.remote()  # and nobody looks at the answer
+    assert await asyncio.wait_for(watching, 30)
+
+
 async def test_health_is_answered_while_the_actor_is_blocked(context: RayContext) -> None:
     await context.spawn("blocked", worker_class())
     worker: Any = context.ref("blocked", worker_class())
@@ -135,11 +156,15 @@ async def test_an_actor_that_ends_itself_says_why_to_its_supervisor(context: Ray
 
 LAUNCHER = """
 import asyncio, sys, time, ray
-from troupe.actors.host import RayContext
+from troupe.actors.host import RayContext, _Hosted
 class Idle:
     def __init__(self, context): pass
 ray.init(address=sys.argv[1], namespace="orphans", log_to_driver=False)
-print(asyncio.run(RayContext.launch("orphans", 0).spawn("idle", Idle)), flush=True)
+context = RayContext.launch("orphans", 0)
+options = {"name": "unborn", "namespace": "orphans", "lifetime": "detached", "num_cpus": 0}
+unborn = _Hosted.options(**options).remote("unborn", "orphans", context._lease, 0, Idle, {})
+assert not ray.get(unborn.begun.remote())
+print(asyncio.run(context.spawn("idle", Idle)), flush=True)
 time.sleep(600)
 """
 
@@ -154,6 +179,14 @@ def test_actors_end_with_the_process_that_launched_them(address: str) -> None:
         launcher.kill()
         launcher.wait()
     deadline = time.monotonic() + 60
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+    while (os.path.exists(f"/proc/{pid}") or lives("unborn", "orphans")) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not os.path.exists(f"/proc/{pid}") and not lives("unborn", "orphans")
+
+
+def lives(name: str, namespace: str) -> bool:
+    try:
+        ray.get_actor(name, namespace)
+    except ValueError:
+        return False
+    return True

@@ -10,7 +10,7 @@ import pytest
 
 from troupe.actors.router import Router
 from troupe.actors.simulated import Simulation
-from troupe.protocol.errors import NotReady, Overloaded, TimedOut
+from troupe.protocol.errors import ActorLost, NotReady, Overloaded, TimedOut
 from troupe.protocol.messages import Abort, Generate, Generated, Routes, Sampling
 
 
@@ -26,9 +26,12 @@ class Replica:
             raise NotReady("unproved")
         if self.how == "is full":
             raise Overloaded("full")
-        await asyncio.sleep(1000.0 if self.how == "dawdles" else 1.0)
+        if self.how == "dies after long":
+            await asyncio.sleep(150.0)
+            raise ActorLost("it died")
+        await asyncio.sleep({"dawdles": 1000.0, "cuts short after long": 150.0}.get(self.how, 1.0))
         finish: Any = "abort" if "cuts short" in self.how else "stop"
-        said = message.prompt[-1:] + 1 if self.how != "cuts short at once" else message.prompt[:0]
+        said = message.prompt[-1:] + 1 if self.how in ("cuts short", "fine") else message.prompt[:0]
         version = int(self.name[-1:])
         return Generated(said, -said.astype(np.float32), np.full(len(said), version, np.int32), finish, self.name)
 
@@ -108,6 +111,12 @@ def test_a_turn_that_one_replica_does_not_finish_is_sampled_whole_by_another(how
     made, log = play({"generator-0": how, "generator-1": "fine"}, lambda router: router.generate(ask()))
     assert (made.finish, made.generator, made.tokens.tolist()) == ("stop", "generator-1", [1])
     assert log == [("generator-0", "r")] * (1 if how == "refuses" else 2) + [("generator-1", "r")]
+
+
+@pytest.mark.parametrize("how", ["dies after long", "cuts short after long"])
+def test_time_in_which_a_turn_was_sampled_in_vain_is_not_time_in_which_nobody_took_it(how):
+    made, _ = play({"generator-0": how, "generator-1": "fine"}, lambda router: router.generate(ask()), generate_s=600.0)
+    assert (made.finish, made.generator) == ("stop", "generator-1")
 
 
 def test_a_turn_that_is_cut_short_goes_on_from_there_and_its_tokens_keep_their_versions():

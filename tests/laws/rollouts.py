@@ -343,7 +343,8 @@ class Stage:
                     60.0, "store.batch", self.store.batch(GetBatch(step, self.plot.settings.groups_per_step, wait_s=2.0))
                 )
                 if batch.trajectories is not None:
-                    rows = batch.trajectories.ref.select(["id", "attempt"]).to_pylist()
+                    table = await self.context.blobs.get(batch.trajectories)
+                    rows = table.select(["id", "attempt"]).to_pylist()
                     self.run.batches.setdefault(step, []).append([(row["id"], row["attempt"]) for row in rows])
                     self.note("learner", f"has the batch of step {step}: {len(rows)} trajectories")
                     return

@@ -15,6 +15,7 @@ from tests.laws.rollouts import Run, every_seed
 from troupe.actors import dispatcher as dispatching
 from troupe.actors.context import within
 from troupe.actors.env_pool import EnvPool
+from troupe.actors.learner import Learner
 from troupe.actors.router import Router
 from troupe.actors.simulated import Simulation, SimulationStuck
 from troupe.actors.store import Store
@@ -31,6 +32,8 @@ from troupe.protocol.messages import (
     Routes,
     RunEpisode,
     Sampling,
+    Train,
+    Trained,
 )
 from troupe.protocol.trajectory import Task
 
@@ -96,6 +99,22 @@ def test_a_world_that_hangs_is_given_up_and_its_pool_goes_on(simulated_run):
     )
     with pytest.raises(Exception, match=r"Echo.step .* has not returned for 3 s"):
         run.play(0)
+
+
+def test_a_batch_that_is_lost_with_its_store_before_the_learner_has_it_is_asked_for_again(
+    simulated_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Learner.train
+
+    async def strike(self: Learner, message: Train) -> Trained:
+        if not run.simulation.crashes:
+            run.simulation.crash("store")
+        return await train(self, message)
+
+    monkeypatch.setattr(Learner, "train", strike)
+    run = simulated_run(steps=2, eval__tasks=0)
+    run.play(0)
+    assert run.summary()["finished"] and run.crashes[0][1] == "store" and run.simulation.loop.time() < 60.0
 
 
 @pytest.mark.parametrize("how", ["async", "in a blocking thread"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.laws.conftest import SeededEngine
 from tests.laws.plots import A_TURN, Plot
 from tests.laws.rollouts import Run, Stage, every_seed
 from tests.laws.watched import return_of
+from troupe.actors.director import Director
 from troupe.actors.settings import RolloutSettings
 from troupe.cluster.run import Run as RunFolder
 from troupe.protocol.errors import TroupeError
@@ -28,6 +31,31 @@ def test_what_broke_or_was_cancelled_has_no_reward_and_is_in_no_batch(run: Run) 
     for step, batches in run.batches.items():
         for batch in batches:
             assert batch and broken.isdisjoint(id for id, _ in batch), f"step {step} trains what broke"
+
+
+def test_waiting_for_a_generator_costs_no_group_however_long_it_starts(simulated_run, monkeypatch):
+    measure = Director._measure
+
+    async def start(self: SeededEngine) -> None:
+        await asyncio.sleep(400.0 if run.simulation.crashes else 0.1)
+
+    async def strike(self: Director, *figures: Any) -> None:
+        await measure(self, *figures)
+        if self._step == 2 and not run.simulation.crashes:
+            asyncio.get_running_loop().call_later(1.0, run.simulation.crash, "generator-0")
+
+    monkeypatch.setattr(SeededEngine, "start", start)
+    monkeypatch.setattr(Director, "_measure", strike)
+    run = simulated_run(
+        generator__replicas=1,
+        rollout={"mode": "sync", "episode_s": 150.0, "on_failure": "drop-group"},
+        env__options={"turns": 2, "sleep": 2.0},
+        eval__tasks=0,
+    )
+    run.play(0)
+    told = run.summary()
+    assert run.simulation.loop.time() > 400.0 and told["finished"] and told["episodes_moved"] > 0
+    assert told["groups_dropped"] == told["episodes_failed"] == told["episodes_retried"] == 0
 
 
 @every_seed

@@ -18,7 +18,7 @@ def test_no_trained_token_is_older_than_the_staleness_budget(simulated_run, max_
     assert run.staleness and max(run.staleness) <= max_staleness and min(run.staleness) >= 0
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2, 6])
 def test_a_generator_that_holds_other_weights_than_were_sent_is_replaced_before_it_works(simulated_run, seed):
     busy = {"env__slots": 2, "env__options": {"turns": 2, "sleep": 1.0}, "rollout__max_staleness": 2, "eval__tasks": 0}
     run = simulated_run(liar=0.4, max_restarts=100, **busy)
