@@ -23,6 +23,7 @@ from troupe.actors.env_pool import EnvPool
 from troupe.actors.evaluator import Evaluator
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
+from troupe.actors.patience import while_it_moves
 from troupe.actors.pool_load import columns, since, told
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
@@ -55,7 +56,8 @@ from troupe.protocol.messages import (
 )
 from troupe.protocol.trajectory import Task
 
-_STEP_S = 3600.0
+_LONGEST_S = 24 * 3600.0
+"""Seconds that one thing may take of which nobody hears how far it is: a training step, one of the cold start, a checkpoint."""
 _NOBODY_S = 30.0
 """Seconds without a generator that could sample, until new weights no longer wait for the batch of the next step."""
 _SHOWN_AT_ONCE = 32
@@ -191,7 +193,7 @@ class Director:
                     await self._checkpoint()
             if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
                 await self._evaluate(company, f"step {self._step}")
-        while await company.patiently("learner.save", self._checkpoint, _STEP_S) != config.steps:
+        while await company.patiently("learner.save", self._checkpoint, _LONGEST_S) != config.steps:
             await self._train_and_publish(company, await self._batch(config.steps))
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True
@@ -221,23 +223,21 @@ class Director:
             self._ledger.say(f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful")
         self._phase = "cold start"
         message = ColdStart(shown, settings.steps, settings.batch)
-        work = asyncio.ensure_future(within(_STEP_S, "learner.cold_start", self._learner.cold_start(message)))
+
+        async def look() -> float:
+            status = await within(30.0, "learner.status", self._learner.status(Ping()))
+            self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
+            return status.progress
+
         with self._timing.of("cold start"):
-            try:
-                while not work.done():
-                    await asyncio.wait({work}, timeout=0.5)
-                    with contextlib.suppress(ActorLost, NotReady):
-                        status = await within(30.0, "learner.status", self._learner.status(Ping()))
-                        self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
-                trained = await work
-            finally:
-                work.cancel()
+            work, fix = self._learner.cold_start(message), "make its steps smaller (cold_start.batch)"
+            trained = await while_it_moves(self._context, "learner.cold_start", work, look, _LONGEST_S, fix)
         self._ledger.note("cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics)
 
     async def _demonstrations(self, company: Company) -> Demonstrations:
         """What the scripted player shows, in the same order whichever pools live and die meanwhile."""
         settings, seed = self._config.cold_start, self._config.seed
-        tasks = shown_tasks(self._config)
+        tasks, each_s = shown_tasks(self._config), self._limits.episode_s + self._limits.env_step_s
         parts = [
             Demonstrate(
                 tasks[at : at + _SHOWN_AT_ONCE],
@@ -245,6 +245,7 @@ class Director:
                 self._limits.max_turns,
                 seed * 1_000_000 + at,
                 self._limits.env_step_s,
+                self._limits.episode_s,
             )
             for at in range(0, len(tasks), _SHOWN_AT_ONCE)
         ]
@@ -255,7 +256,8 @@ class Director:
             while waiting:
                 at, part = waiting.popleft()
                 try:
-                    shown[at] = await within(600.0, f"{pool}.demonstrate", self._context.ref(pool, EnvPool).demonstrate(part))
+                    work = self._context.ref(pool, EnvPool).demonstrate(part)
+                    shown[at] = await within(each_s * len(part.tasks), f"{pool}.demonstrate", work)
                     self._progress = len(shown) / len(parts)
                 except (ActorLost, NotReady):
                     waiting.append((at, part))
@@ -315,7 +317,7 @@ class Director:
                 work = batch if replay == batch.step else await self._batch(replay)
                 message = Train(work, *self._watch.treatment(replay))
                 with self._timing.of("train", step=replay):
-                    trained = await within(_STEP_S, "learner.train", self._learner.train(message))
+                    trained = await within(_LONGEST_S, "learner.train", self._learner.train(message))
                 if trained.step == batch.step:
                     await self._meet(company, trained.step + 1)
                     await self._publish(company, trained.weights)
@@ -335,7 +337,7 @@ class Director:
         self._phase = "evaluating"
         ask = EvaluateVersion(company.version)
         with self._timing.of("evaluate", version=company.version):
-            score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
+            score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_LONGEST_S)
         if score.success is None or score.low is None or score.high is None:
             self._ledger.say(f"{label} evaluation, version {score.version}: none of {score.failed} episodes could be scored")
         else:
@@ -349,7 +351,7 @@ class Director:
     async def _checkpoint(self) -> int:
         """Lets the learner save its step, and returns which that was."""
         with self._timing.of("checkpoint"):
-            saved = await within(_STEP_S, "learner.save", self._learner.save(SaveCheckpoint()))
+            saved = await within(_LONGEST_S, "learner.save", self._learner.save(SaveCheckpoint()))
         self._ledger.note("checkpoint", step=saved.step, path=os.path.relpath(saved.path, self._ledger.folder))
         return saved.step
 

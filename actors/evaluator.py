@@ -3,7 +3,8 @@
 Owns the held-out tasks, their sampling settings and the scores (`RUN/evals.jsonl`). Promises:
 - the tasks are the same for every version of a run, and none of them is ever trained on (law 8);
 - a broken episode is not a trial: it is counted beside the score;
-- a version that was evaluated is not evaluated again.
+- a version that was evaluated is not evaluated again;
+- an evaluation is waited for as long as episodes end.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from dataclasses import asdict
 
 from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import Dispatcher
+from troupe.actors.patience import while_it_moves
 from troupe.actors.settings import EvalSettings
 from troupe.envs import registry
 from troupe.learner.evaluation import wilson
 from troupe.protocol.messages import Evaluate, EvaluateVersion, Evaluation, Health, Limits, Ping, Sampling
+
+_SLACK_S = 300.0
+"""Seconds beyond an episode's own in which none need end: actors that are replaced, retries that wait."""
 
 
 class Evaluator:
@@ -47,8 +52,8 @@ class Evaluator:
             if known.version == message.version:
                 return known
         began = self._context.clock.now()
-        run = await within(
-            self._limits.episode_s * 4,
+        run = await while_it_moves(
+            self._context,
             "dispatcher.evaluate",
             self._dispatcher.evaluate(
                 Evaluate(
@@ -61,6 +66,9 @@ class Evaluator:
                     seed=self._seed,
                 )
             ),
+            self._moves,
+            self._limits.episode_s + _SLACK_S,
+            f"no episode has ended; if one may take longer than {self._limits.episode_s:g} s, raise rollout.episode_s",
         )
         trials = len(run.successes)
         low, high = wilson(sum(run.successes), trials) if trials else (None, None)
@@ -81,6 +89,12 @@ class Evaluator:
             file.flush()
             os.fsync(file.fileno())
         return score
+
+    async def _moves(self) -> object:
+        """What changes with every attempt at an episode, those for training too: they share the slots, and are bounded in number
+        while the run waits for an evaluation."""
+        s = await within(60.0, "dispatcher.status", self._dispatcher.status(Ping()))
+        return s.completed, s.failed, s.cancelled, s.retried, s.tokens
 
     async def health(self, message: Ping) -> Health:
         """Alive."""
