@@ -91,8 +91,8 @@ class Evaluator:
         return score
 
     async def _moves(self) -> object:
-        """What changes with every attempt at an episode, those for training too: they share the slots, and are bounded in number
-        while the run waits for an evaluation."""
+        """What changes with every attempt at an episode, those for training too: they share the slots, and there is an end of
+        them while the run waits for an evaluation."""
         s = await within(60.0, "dispatcher.status", self._dispatcher.status(Ping()))
         return s.completed, s.failed, s.cancelled, s.retried, s.tokens
 
