@@ -87,7 +87,7 @@ class Dispatcher:
         seed: int,
         incarnation: int,
     ) -> None:
-        self._context = context
+        self._context, self._born = context, context.clock.now()
         self._world = registry.find(world)
         self._settings, self._limits, self._seed = settings, limits, seed
         self._first_attempt = incarnation * _ATTEMPTS
@@ -190,6 +190,7 @@ class Dispatcher:
             stale_groups=self._quota.stale,
             granted=self._carrier.permits.granted,
             queued_s=self._carrier.permits.waited,
+            born=self._born,
         )
 
     async def health(self, message: Ping) -> Health:

@@ -121,8 +121,8 @@ class Timeline:
         born, before = self._totals.get(spans.name, (spans.born, {}))
         if spans.name not in self._totals and spans.born < began:
             before = spans.totals  # it worked for a director before: of what it did since then nobody knows how much
-        if born != spans.born or any(spans.totals.get(name, 0.0) < seconds for name, seconds in before.items()):
-            before = {}  # a new life (the dispatcher's is known by counting from zero again)
+        if born != spans.born:
+            before = {}  # a new life
         self._totals[spans.name] = spans.born, spans.totals
         return {name: seconds - before.get(name, 0.0) for name, seconds in spans.totals.items()}
 
@@ -133,7 +133,7 @@ def _class_of(name: str) -> type[Any]:
 
 
 def _of_dispatcher(counts: DispatcherStatus) -> Spans:
-    return Spans("dispatcher", 0.0, 0, [], {"granted": float(counts.granted), "queueing": counts.queued_s})
+    return Spans("dispatcher", counts.born, 0, [], {"granted": float(counts.granted), "queueing": counts.queued_s})
 
 
 def _together(told: Iterable[Spans]) -> tuple[float, float]:

@@ -174,6 +174,7 @@ def test_a_run_tells_what_everybody_did_when(simulated_run: Any) -> None:
     assert episodes(events) == Counter(f"{row['id']}/{row['attempt']}" for row in ran)
     told = run.summary()["time"]
     assert sum(told["shares"].values()) == pytest.approx(1.0) and min(told["shares"].values()) >= 0
+    assert told["seconds"]["granted"] == len(ran), "of the time before the first look, too"
     assert told["seconds"]["episodes"] == len(ran) and told["seconds"]["wall"] <= run.summary()["wall_s"] + 1
     assert told["episode"]["world"] == pytest.approx(0.4), "two turns of 0.2 s"
     parts = sum(seconds for name, seconds in told["episode"].items() if name != "seconds")
@@ -216,6 +217,7 @@ def test_a_director_that_dies_loses_only_what_it_did_itself(simulated_run: Any) 
     check(events)
     ran = Run(run.folder).trajectories().select(["id", "attempt"]).to_pylist()
     assert episodes(events) == Counter(f"{row['id']}/{row['attempt']}" for row in ran)
+    assert run.summary()["time"]["seconds"]["granted"] < len(ran), "what was for directors before is not counted again"
     looked = Counter((e["name"], e["args"]["step"]) for e in events if e["pid"] == pid_of("learner") and e["name"] == "train")
     assert looked == {("train", step): 1 for step in range(1, 7)}
 
