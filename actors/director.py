@@ -88,7 +88,7 @@ class Director:
         self._loss = 0.0
         self._weights: Weights | None = None
         self._counts: DispatcherStatus | None = None
-        self._heard: Counter[str] = Counter()
+        self._heard: Counter[str] | None = None
         self._latency: latency.Latencies = {}
         self._scalings = 0
         self._stop = asyncio.Event()
@@ -185,14 +185,14 @@ class Director:
         else:
             self._ledger.say(f"going on after step {self._step}")
         while self._step < config.steps:
+            if config.eval.every and self._step and self._step % config.eval.every == 0:
+                await self._evaluate(company, f"step {self._step}")  # here, as the director before may have died in it
             self._phase = "training"
             await self._advance(company, self._step + 1)
             restarted = self._watch.treatment(self._step)[1] is not None  # what it restarted from may be dropped at any save
             if (self._step % config.checkpoint_every == 0 or restarted) and self._step < config.steps:
                 with contextlib.suppress(ActorLost, NotReady):  # a later one will do
                     await self._checkpoint()
-            if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
-                await self._evaluate(company, f"step {self._step}")
         while await company.patiently("learner.save", self._checkpoint, _LONGEST_S) != config.steps:
             await self._train_and_publish(company, await self._batch(config.steps))
         await self._evaluate(company, "last")
@@ -399,6 +399,8 @@ class Director:
         except (ActorLost, NotReady):
             return
         said = Counter(self._counts.events)
+        if self._heard is None:  # what a director before has told of this dispatcher
+            self._heard = Counter(self._ledger.said_since_start_of("dispatcher"))
         for sentence in (said - self._heard).elements():
             self._ledger.say(sentence)
         self._heard = said

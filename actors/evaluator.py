@@ -3,12 +3,13 @@
 Owns the held-out tasks, their sampling settings and the scores (`RUN/evals.jsonl`). Promises:
 - the tasks are the same for every version of a run, and none of them is ever trained on (law 8);
 - a broken episode is not a trial: it is counted beside the score;
-- a version that was evaluated is not evaluated again;
+- a version is evaluated once, however often it is asked for;
 - an evaluation is waited for as long as episodes end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from dataclasses import asdict
@@ -44,13 +45,18 @@ class Evaluator:
         self._sampling = Sampling(temperature=settings.temperature, max_tokens=max_tokens, stop=stop)
         found = registry.find(world)
         self._tasks = [found.task("heldout", index) for index in range(settings.tasks)]
+        self._evaluating = asyncio.Lock()
         self._dispatcher = context.ref("dispatcher", Dispatcher)
 
     async def evaluate(self, message: EvaluateVersion) -> Evaluation:
         """Runs the held-out tasks with the weights that the generators hold."""
-        for known in read_evaluations(self._file):
-            if known.version == message.version:
-                return known
+        async with self._evaluating:  # whoever asks again, as its director died, waits for what the first one began
+            for known in read_evaluations(self._file):
+                if known.version == message.version:
+                    return known
+            return await self._evaluate(message)
+
+    async def _evaluate(self, message: EvaluateVersion) -> Evaluation:
         began = self._context.clock.now()
         run = await while_it_moves(
             self._context,
