@@ -21,6 +21,7 @@ from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import BIAS, Dispatcher
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.evaluator import Evaluator
+from troupe.actors.groups import INDICES_OF_A_SEED
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
 from troupe.actors.patience import while_it_moves
@@ -447,6 +448,6 @@ def limits_of(config: RunConfig) -> Limits:
 
 def shown_tasks(config: RunConfig) -> list[Task]:
     """The tasks that the scripted player shows in the cold start; none if there is none."""
-    settings, first = config.cold_start, config.seed * 10_000_000_000 + _DEMONSTRATIONS
+    settings, first = config.cold_start, config.seed * INDICES_OF_A_SEED + _DEMONSTRATIONS
     world = registry.find(config.env.name)
     return [world.task("train", first + i) for i in range(settings.demonstrations if settings.steps else 0)]
