@@ -153,11 +153,14 @@ class Company:
         async with self._publishing:
             self._weights = weights
             await asyncio.gather(*(self._prove(name) for name in self.generators()))
-        deadline = self._context.clock.now() + RESTART_WINDOW_S
+        patience_s = self._config.generator.start_s + RESTART_WINDOW_S
+        deadline = self._context.clock.now() + patience_s
         while not self._provers():
             if self._context.clock.now() > deadline:
+                doubt = self._doubt or "none lives"
                 raise TimedOut(
-                    f"no generator has proved version {weights.version} for {RESTART_WINDOW_S:g} s; last: {self._doubt}"
+                    f"no generator has proved version {weights.version} for {patience_s:g} s; last: {doubt}; "
+                    "if a server needs longer to start, raise generator.sglang_start_s or vllm_start_s"
                 )
             try:
                 newest = await self._refresh_weights(weights)

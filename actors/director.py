@@ -21,8 +21,10 @@ from troupe.actors.context import Context, within
 from troupe.actors.dispatcher import BIAS, Dispatcher
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.evaluator import Evaluator
+from troupe.actors.groups import INDICES_OF_A_SEED
 from troupe.actors.learner import Learner
 from troupe.actors.ledger import Ledger
+from troupe.actors.patience import while_it_moves
 from troupe.actors.pool_load import columns, since, told
 from troupe.actors.settings import RunConfig
 from troupe.actors.store import Store
@@ -55,7 +57,8 @@ from troupe.protocol.messages import (
 )
 from troupe.protocol.trajectory import Task
 
-_STEP_S = 3600.0
+_LONGEST_S = 24 * 3600.0
+"""Seconds that one thing may take of which nobody hears how far it is: a training step, one of the cold start, a checkpoint."""
 _NOBODY_S = 30.0
 """Seconds without a generator that could sample, until new weights no longer wait for the batch of the next step."""
 _SHOWN_AT_ONCE = 32
@@ -86,7 +89,7 @@ class Director:
         self._loss = 0.0
         self._weights: Weights | None = None
         self._counts: DispatcherStatus | None = None
-        self._heard: Counter[str] = Counter()
+        self._heard: Counter[str] | None = None
         self._latency: latency.Latencies = {}
         self._scalings = 0
         self._stop = asyncio.Event()
@@ -183,15 +186,15 @@ class Director:
         else:
             self._ledger.say(f"going on after step {self._step}")
         while self._step < config.steps:
+            if config.eval.every and self._step and self._step % config.eval.every == 0:
+                await self._evaluate(company, f"step {self._step}")  # here, as the director before may have died in it
             self._phase = "training"
             await self._advance(company, self._step + 1)
             restarted = self._watch.treatment(self._step)[1] is not None  # what it restarted from may be dropped at any save
             if (self._step % config.checkpoint_every == 0 or restarted) and self._step < config.steps:
                 with contextlib.suppress(ActorLost, NotReady):  # a later one will do
                     await self._checkpoint()
-            if config.eval.every and self._step % config.eval.every == 0 and self._step < config.steps:
-                await self._evaluate(company, f"step {self._step}")
-        while await company.patiently("learner.save", self._checkpoint, _STEP_S) != config.steps:
+        while await company.patiently("learner.save", self._checkpoint, _LONGEST_S) != config.steps:
             await self._train_and_publish(company, config.steps)
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True
@@ -220,23 +223,21 @@ class Director:
             self._ledger.say(f"the scripted player showed {len(shown.tokens)} episodes, {shown.success:.0%} of them successful")
         self._phase = "cold start"
         message = ColdStart(shown, settings.steps, settings.batch)
-        work = asyncio.ensure_future(within(_STEP_S, "learner.cold_start", self._learner.cold_start(message)))
+
+        async def look() -> float:
+            status = await within(30.0, "learner.status", self._learner.status(Ping()))
+            self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
+            return status.progress
+
         with self._timing.of("cold start"):
-            try:
-                while not work.done():
-                    await asyncio.wait({work}, timeout=0.5)
-                    with contextlib.suppress(ActorLost, NotReady):
-                        status = await within(30.0, "learner.status", self._learner.status(Ping()))
-                        self._progress, self._loss = status.progress, status.detail.get("cold_start_loss", 0.0)
-                trained = await work
-            finally:
-                work.cancel()
+            work, fix = self._learner.cold_start(message), "make its steps smaller (cold_start.batch)"
+            trained = await while_it_moves(self._context, "learner.cold_start", work, look, _LONGEST_S, fix)
         self._ledger.note("cold_started", demonstrations=len(shown.tokens), shown_success=shown.success, **trained.metrics)
 
     async def _demonstrations(self, company: Company) -> Demonstrations:
         """What the scripted player shows, in the same order whichever pools live and die meanwhile."""
         settings, seed = self._config.cold_start, self._config.seed
-        tasks = shown_tasks(self._config)
+        tasks, each_s = shown_tasks(self._config), self._limits.episode_s + self._limits.env_step_s
         parts = [
             Demonstrate(
                 tasks[at : at + _SHOWN_AT_ONCE],
@@ -244,6 +245,7 @@ class Director:
                 self._limits.max_turns,
                 seed * 1_000_000 + at,
                 self._limits.env_step_s,
+                self._limits.episode_s,
             )
             for at in range(0, len(tasks), _SHOWN_AT_ONCE)
         ]
@@ -254,7 +256,8 @@ class Director:
             while waiting:
                 at, part = waiting.popleft()
                 try:
-                    shown[at] = await within(600.0, f"{pool}.demonstrate", self._context.ref(pool, EnvPool).demonstrate(part))
+                    work = self._context.ref(pool, EnvPool).demonstrate(part)
+                    shown[at] = await within(each_s * len(part.tasks), f"{pool}.demonstrate", work)
                     self._progress = len(shown) / len(parts)
                 except (ActorLost, NotReady):
                     waiting.append((at, part))
@@ -314,7 +317,7 @@ class Director:
                 batch = await self._batch(replay)  # at each try: it is gone with the store that gave it
                 message = Train(batch, *self._watch.treatment(replay))
                 with self._timing.of("train", step=replay):
-                    trained = await within(_STEP_S, "learner.train", self._learner.train(message))
+                    trained = await within(_LONGEST_S, "learner.train", self._learner.train(message))
                 if trained.step == step:
                     await self._meet(company, trained.step + 1)
                     await self._publish(company, trained.weights)
@@ -334,7 +337,7 @@ class Director:
         self._phase = "evaluating"
         ask = EvaluateVersion(company.version)
         with self._timing.of("evaluate", version=company.version):
-            score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_STEP_S)
+            score = await company.patiently("evaluator.evaluate", lambda: self._evaluator.evaluate(ask), seconds=_LONGEST_S)
         if score.success is None or score.low is None or score.high is None:
             self._ledger.say(f"{label} evaluation, version {score.version}: none of {score.failed} episodes could be scored")
         else:
@@ -348,7 +351,7 @@ class Director:
     async def _checkpoint(self) -> int:
         """Lets the learner save its step, and returns which that was."""
         with self._timing.of("checkpoint"):
-            saved = await within(_STEP_S, "learner.save", self._learner.save(SaveCheckpoint()))
+            saved = await within(_LONGEST_S, "learner.save", self._learner.save(SaveCheckpoint()))
         self._ledger.note("checkpoint", step=saved.step, path=os.path.relpath(saved.path, self._ledger.folder))
         return saved.step
 
@@ -396,6 +399,8 @@ class Director:
         except (ActorLost, NotReady):
             return
         said = Counter(self._counts.events)
+        if self._heard is None:  # what a director before has told of this dispatcher
+            self._heard = Counter(self._ledger.said_since_start_of("dispatcher"))
         for sentence in (said - self._heard).elements():
             self._ledger.say(sentence)
         self._heard = said
@@ -442,6 +447,6 @@ def limits_of(config: RunConfig) -> Limits:
 
 def shown_tasks(config: RunConfig) -> list[Task]:
     """The tasks that the scripted player shows in the cold start; none if there is none."""
-    settings, first = config.cold_start, config.seed * 10_000_000_000 + _DEMONSTRATIONS
+    settings, first = config.cold_start, config.seed * INDICES_OF_A_SEED + _DEMONSTRATIONS
     world = registry.find(config.env.name)
     return [world.task("train", first + i) for i in range(settings.demonstrations if settings.steps else 0)]

@@ -25,7 +25,7 @@ from typing import Any
 
 from troupe.actors.carrier import Carrier
 from troupe.actors.context import Context
-from troupe.actors.groups import EVAL_GROUP, Group, Member, Verdict, seed_of
+from troupe.actors.groups import EVAL_GROUP, Group, Member, Verdict, seed_of, task_index
 from troupe.actors.notes import Notes
 from troupe.actors.patience import patiently
 from troupe.actors.quota import Quota
@@ -87,7 +87,7 @@ class Dispatcher:
         seed: int,
         incarnation: int,
     ) -> None:
-        self._context = context
+        self._context, self._born = context, context.clock.now()
         self._world = registry.find(world)
         self._settings, self._limits, self._seed = settings, limits, seed
         self._first_attempt = incarnation * _ATTEMPTS
@@ -190,6 +190,7 @@ class Dispatcher:
             stale_groups=self._quota.stale,
             granted=self._carrier.permits.granted,
             queued_s=self._carrier.permits.waited,
+            born=self._born,
         )
 
     async def health(self, message: Ping) -> Health:
@@ -215,7 +216,7 @@ class Dispatcher:
             kind="train",
             step=at,
             # The run's seed chooses the tasks: runs with different seeds see different ones, a resumed run the same.
-            task=self._world.task("train", self._seed * 10_000_000_000 + number),
+            task=self._world.task("train", task_index(self._seed, number)),
             sampling=Sampling(
                 settings.temperature, settings.top_p, settings.top_k, settings.max_tokens, stop=list(settings.stop)
             ),

@@ -174,7 +174,8 @@ class EnvPool:
             teacher = _Teacher(driver, self._world, self._rendering, rng, message.noise)
             recorder, outcome = Recorder(episode, self._rendering, teacher), Outcome()
             try:
-                await self._loop(Stage(driver, self._world.system, task, recorder, limits, outcome))
+                stage = Stage(driver, self._world.system, task, recorder, limits, outcome)
+                await within(message.episode_s, f"{self._context.name}: the demonstration of {task.id}", self._loop(stage))
             except (EnvironmentFailed, TimedOut) as error:
                 shown.broken = str(error)  # a demonstration that broke is left out; the others still teach
                 if number + 1 - played >= _FAILURES and not played:

@@ -79,7 +79,7 @@ class Generator:
         self._open.set()
         self._draining = False
         self._restarts = 0
-        self._log = SpanLog(context.clock.now)
+        self._log = SpanLog(context.clock.now, busy="sampling")
         self._requests = InFlight(self._log, "sampling", "requests in flight")
         self._looked = context.clock.now()
         self._looking = threading.Lock()  # health is answered on a thread of its own

@@ -17,6 +17,10 @@ GROUPS_PER_STEP_LIMIT = 10_000
 EVAL_GROUP = 1_000_000_000_000
 """Group numbers of evaluations start here."""
 
+INDICES_OF_A_SEED, _INDICES_OF_A_STEP = 10_000_000_000, 10_007
+"""How far apart the tasks of runs, and of steps, lie. The latter is a prime, so that a world that takes `index % n` of n tasks
+deals all of them evenly (unless n is a multiple of it)."""
+
 Verdict = Literal["trains", "failed", "stale", "surplus", "filtered", "evaluation"]
 """What becomes of a group: it trains, or why it does not."""
 
@@ -55,6 +59,12 @@ class Group:
     def ended(self, status: Status) -> list[EpisodeDone]:
         """The members that ended so."""
         return [member.done for member in self.members if member.done is not None and member.done.status == status]
+
+
+def task_index(seed: int, number: int) -> int:
+    """Which task the group for training of that number plays, in a run with that seed."""
+    step, ordinal = divmod(number, GROUPS_PER_STEP_LIMIT)
+    return seed * INDICES_OF_A_SEED + step * _INDICES_OF_A_STEP + ordinal
 
 
 def seed_of(*parts: int) -> int:

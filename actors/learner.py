@@ -93,7 +93,7 @@ class Learner:
         self._working = asyncio.Lock()
         self._weights: Weights | None = None
         self._measured: dict[str, float] = {}
-        self._log = SpanLog(context.clock.now)
+        self._log = SpanLog(context.clock.now, busy="train")
         self._progress = 0.0
         self._detail: dict[str, float] = {}
 

@@ -84,6 +84,12 @@ class Ledger:
         first = self.events_total - len(self._events)
         return list(self._events)[max(0, index - first) :]
 
+    def said_since_start_of(self, actor: str) -> list[str]:
+        """Sentences since the newest `actor` was started."""
+        rows = self._rows("journal.jsonl")
+        starts = [n for n, row in enumerate(rows) if row.get("event") == "starting" and row["actor"] == actor]
+        return [row["text"] for row in rows[starts[-1] if starts else 0 :] if row.get("event") == "said"]
+
     def starts_of(self, actor: str) -> int:
         """How many times this run has begun to start `actor`: a start that was cut off counts too."""
         return sum(row.get("event") == "starting" and row.get("actor") == actor for row in self._rows("journal.jsonl"))

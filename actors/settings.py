@@ -239,6 +239,11 @@ class GeneratorSettings(_Section):
         "or from GPU to GPU by nccl (see docs/weights.md)",
     )
 
+    @property
+    def start_s(self) -> float:
+        """Seconds that a replica may take to start."""
+        return {"sglang": self.sglang_start_s, "vllm": self.vllm_start_s}.get(self.engine, 600.0)
+
     @model_validator(mode="after")
     def _straight(self) -> Self:
         inside = self.engine == "sglang" and self.sglang_weights == "distributed"

@@ -62,7 +62,7 @@ class Timeline:
         began, now = self._looked, self._context.clock.now()
         self._looked = now
         own = self.own.told(self._context.name, GetSpans(self._since(self._context.name, self.own.born), SPANS))
-        limit = max(50, SPANS // max(1, len(names)))
+        limit = (SPANS - len(own.spans)) // max(1, len(names))
         answers = await asyncio.gather(*(self._ask(name, limit) for name in names))
         told = [answer for answer in answers if answer is not None]
         self._file.append([own, *told], gone=self._file.heard.keys() - {own.name, *names})
@@ -121,8 +121,8 @@ class Timeline:
         born, before = self._totals.get(spans.name, (spans.born, {}))
         if spans.name not in self._totals and spans.born < began:
             before = spans.totals  # it worked for a director before: of what it did since then nobody knows how much
-        if born != spans.born or any(spans.totals.get(name, 0.0) < seconds for name, seconds in before.items()):
-            before = {}  # a new life (the dispatcher's is known by counting from zero again)
+        if born != spans.born:
+            before = {}  # a new life
         self._totals[spans.name] = spans.born, spans.totals
         return {name: seconds - before.get(name, 0.0) for name, seconds in spans.totals.items()}
 
@@ -133,7 +133,7 @@ def _class_of(name: str) -> type[Any]:
 
 
 def _of_dispatcher(counts: DispatcherStatus) -> Spans:
-    return Spans("dispatcher", 0.0, 0, [], {"granted": float(counts.granted), "queueing": counts.queued_s})
+    return Spans("dispatcher", counts.born, 0, [], {"granted": float(counts.granted), "queueing": counts.queued_s})
 
 
 def _together(told: Iterable[Spans]) -> tuple[float, float]:
@@ -142,9 +142,9 @@ def _together(told: Iterable[Spans]) -> tuple[float, float]:
     generators: list[tuple[float, float]] = []
     for spans in told:
         if spans.name == "learner":
-            learner += [(span.begin, span.end) for span in spans.spans if span.name == "train"]
+            learner += spans.busy
         elif spans.name.startswith("generator-"):
-            generators += [(span.begin, span.end) for span in spans.spans if span.name == "sampling"]
+            generators += spans.busy
     learned, generated = _union(learner), _union(generators)
     both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in learned for c, d in generated)
     return both, sum(end - begin for begin, end in learned)

@@ -3,7 +3,8 @@
 Owns that file. Promises:
 - after each `append` it is a JSON array; after a kill in the middle of one, too, once it is opened again: what was half
   written is cut off, and what it had in it is told again by the actors (`heard`), so nothing is in it twice;
-- it is bounded: at `LIMIT` bytes it becomes `timeline.old.json`, in the place of the one before, and a new one begins;
+- it is never longer than `LIMIT` bytes: before that it becomes `timeline.old.json`, in the place of the one before, and a new
+  one begins; of what would not fit into that either, the newest is written;
 - spans of one track nest, as the format wants it; times are whole microseconds since the epoch.
 
 A process of the trace is an actor, a thread of it a track. Not synced to disk: nothing depends on it.
@@ -44,21 +45,25 @@ class TraceFile:
         # The last line says up to where the file goes: if it is there, what is before it is whole. (A text, because there are
         # readers that take no arrays.)
         mark = " ".join(f"{name}={born!r}/{count}" for name, (born, count) in self.heard.items())
-        events = [event for spans in told for span in spans.spans for event in _events(spans.name, span)]
-        events.append({"name": "heard", "ph": "M", "pid": pid_of("director"), "args": {"spans": mark}})
-        lines = [_line(event) for event in events]
-        if self._length + sum(map(len, lines)) > self._limit and self._length:
+        end = _line({"name": "heard", "ph": "M", "pid": pid_of("director"), "args": {"spans": mark}})
+        spans = sorted(((told.name, span) for told in told for span in told.spans), key=lambda one: one[1].end)
+        lines = [b",\n".join(map(_line, _events(name, span))) for name, span in spans]
+        if self._length and _size([*self._names(), *lines, end]) > self._limit - self._length:
             os.replace(self._path, _old(self._path))
             self._length, self._named = 0, set()
-        new = self.heard.keys() - self._named
-        self._named |= new
-        lines = [*(_line(event) for name in sorted(new) for event in _named(name)), *lines]
+        names = self._names()
+        self._named |= self.heard.keys()
+        lines = [*names, *_fitting(lines, self._limit - self._length - _size([*names, end])), end]
         with open(self._path, "r+b" if self._length else "wb") as file:
             file.seek(self._length)
             file.write((b",\n" if self._length else b"[\n") + b",\n".join(lines))
             self._length = file.tell()
             file.write(_END)
             file.truncate()
+
+    def _names(self) -> list[bytes]:
+        """What the file does not yet say of those who are heard."""
+        return [_line(event) for name in sorted(self.heard.keys() - self._named) for event in _named(name)]
 
     def _recover(self) -> int:
         """Reads what is heard, and returns the length of what is whole; 0 if there is nothing of use."""
@@ -106,6 +111,20 @@ def _events(name: str, span: Span) -> Iterator[dict[str, Any]]:
         yield {**pair, "ph": "e", "ts": end}
     else:
         yield {**common, "ph": "X", "dur": end - begin, "args": span.labels}
+
+
+def _size(lines: Sequence[bytes]) -> int:
+    """Bytes of `lines`, with what is between them, and after the last."""
+    return sum(map(len, lines)) + len(_END) * len(lines)
+
+
+def _fitting(lines: list[bytes], room: int) -> list[bytes]:
+    """The last of them that have room."""
+    for number in reversed(range(len(lines))):
+        room -= _size(lines[number : number + 1])
+        if room < 0:
+            return lines[number + 1 :]
+    return lines
 
 
 def _line(event: dict[str, Any]) -> bytes:

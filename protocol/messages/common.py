@@ -88,8 +88,8 @@ class Span:
 
 @dataclass(slots=True)
 class GetSpans:
-    """What have you done since span number `since`, at most the newest `limit` of it? Changes nothing: to be asked again if the
-    answer is lost."""
+    """What have you done since span number `since`, at most the newest `limit` spans and numbers of it? Changes nothing: to be
+    asked again if the answer is lost."""
 
     __pydantic_config__ = CONFIG
     since: int = 0
@@ -100,7 +100,8 @@ class GetSpans:
 class Spans:
     """Answer to `GetSpans`. born: names this life of the actor. count: spans so far, which is the next `since`.
 
-    spans: in the order of their ends; the oldest may be forgotten. totals: seconds by what was done, since `born`.
+    spans: in the order of their ends; the oldest may be forgotten. totals: seconds by what was done, since `born`. busy: from
+    when to when it was (had requests, trained), of those that it tells that of; no limit of spans shortens it.
     """
 
     __pydantic_config__ = CONFIG
@@ -109,6 +110,7 @@ class Spans:
     count: int
     spans: list[Span]
     totals: dict[str, float]
+    busy: list[tuple[float, float]] = field(default_factory=list)
 
 
 COLDEST = 0.01

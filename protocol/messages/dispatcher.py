@@ -70,7 +70,7 @@ class DispatcherStatus:
     the filter; stale_groups: because a token was older than the staleness budget allows (not restored).
     quarantined: task id → what it failed with. waiting: episodes that wait for a slot; used: slots that are taken, of
     `slots` in all pools that take episodes. moved: attempts that a draining pool gave up and another ran. granted: slots that
-    were given so far in this life of the dispatcher, after waiting `queued_s` seconds in all.
+    were given so far in this life of the dispatcher, which began at `born`, after waiting `queued_s` seconds in all.
     """
 
     __pydantic_config__ = CONFIG
@@ -92,3 +92,4 @@ class DispatcherStatus:
     stale_groups: int = 0
     granted: int = 0
     queued_s: float = 0.0
+    born: float = 0.0

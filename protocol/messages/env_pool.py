@@ -80,7 +80,8 @@ class Routes:
 
 @dataclass(slots=True)
 class Demonstrate:
-    """Let the world's scripted player play `tasks`; `noise` is the share of its moves that are random."""
+    """Let the world's scripted player play `tasks`, each within `episode_s` seconds; `noise` is the share of its moves that are
+    random."""
 
     __pydantic_config__ = CONFIG
     tasks: list[Task]
@@ -88,6 +89,7 @@ class Demonstrate:
     max_turns: int
     seed: int
     env_step_s: float = 30.0
+    episode_s: float = 600.0
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ def test_tasks_seeds_ids_and_sampling_are_fixed_by_the_run_s_seed_and_the_group_
     assert {m.group for _, m in run.started} == {10_000, 10_001, 20_000, 20_001}
     for _, message in run.started:
         assert message.episode == f"t{message.group:09d}-{message.member:02d}" and message.step == message.group // 10_000
-        assert message.task.seed == 10_000_000_000 + message.group
+        assert message.task.seed == 10_000_000_000 + 10_007 * message.step + message.group % 10_000
         assert message.seed == seed_of(1, message.group, message.member)
         assert message.sampling == Sampling(0.7, 1.0, 0, 9, stop=["</answer>"])
         assert message.limits == Limits(3, 77, 50, 5)

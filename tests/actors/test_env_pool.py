@@ -293,6 +293,19 @@ async def test_a_players_tool_calls_are_demonstrated_as_the_model_would_write_th
     assert re.fullmatch(call + call + r"<answer>[\w ]+</answer><\|im_end\|>", said)
 
 
+async def test_a_demonstration_that_takes_longer_than_an_episode_may_is_left_out_and_the_others_are_shown(folder, monkeypatch):
+    class Slow(Shop):
+        async def reset(self, task: Task) -> str:
+            await asyncio.sleep(60.0 * (task.seed == 1))
+            return super().reset(task)
+
+    monkeypatch.setattr(registry, "find", lambda name: Slow)
+    pool = EnvPool(Here(), "shop", {}, folder, 4, agent=AgentSettings())  # type: ignore[arg-type]
+    tasks = [Task(f"t/{n}", "shop", "train", n) for n in range(3)]
+    shown = await pool.demonstrate(Demonstrate(tasks, 0.0, 4, 0, env_step_s=50.0, episode_s=2.0))
+    assert len(shown.tokens) == 2 and shown.broken == "env-7: the demonstration of t/1 has not answered for 2 s"
+
+
 async def test_a_world_without_a_player_cannot_demonstrate_and_says_what_to_do(pool_of):
     pool, _ = await pool_of("fine")
     with pytest.raises(EpisodeError, match=r"no scripted player: set cold_start.steps = 0 or define play"):

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 
 from tests.actors.test_env_pool import Trouble, ask, folder, pool_of
 from tests.laws.conftest import SimulatedRun, model_folder, simulated_run
-from troupe.actors import timeline
+from troupe.actors import timeline, trace_file
 from troupe.actors.trace_file import TraceFile, pid_of
 from troupe.cluster.run import Run
 from troupe.protocol.messages import GetSpans, Span, Spans
-from troupe.protocol.spans import SpanLog
+from troupe.protocol.spans import InFlight, SpanLog
 
 assert simulated_run and model_folder and pool_of and folder  # fixtures
 
@@ -110,13 +111,29 @@ def test_a_file_is_bounded_and_what_it_leaves_behind_opens_too(tmp_path: Path) -
         for _ in range(10):
             log.add("work", log.born + number, log.born + number + 0.5)
         file.append([answer(log, file)])
-        assert path.stat().st_size < limit + 2_000
+        assert path.stat().st_size <= limit
         check(read(path))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["timeline.json", "timeline.old.json"]
     old = read(tmp_path / "timeline.old.json")
     check(old)
     assert max(e["ts"] for e in old if "ts" in e) < min(e["ts"] for e in read(path) if "ts" in e), "the newest is kept"
     assert TraceFile(str(path), limit).heard == {"learner": (log.born, 1000)}
+
+
+def test_of_what_would_not_fit_the_newest_is_written(tmp_path: Path) -> None:
+    path, limit = tmp_path / "timeline.json", 20_000
+    file = TraceFile(str(path), limit)
+    for born in (0.0, 1000.0):
+        learner = Spans("learner", born, 500, [Span("work", born + n, born + n + 0.5) for n in range(500)], {})
+        store = Spans("store", born, 500, [Span("commit", born + n, born + n + 0.5) for n in range(500)], {})
+        file.append([learner, store])
+        events = read(path)
+        check(events)
+        assert path.stat().st_size <= limit
+        for name in ("work", "commit"):
+            begun = [event["ts"] / 1e6 - born for event in events if event["name"] == name]
+            assert begun == list(range(500 - len(begun), 500)) and len(begun) > 50
+    assert file.heard == {"learner": (1000.0, 500), "store": (1000.0, 500)}
 
 
 def test_a_file_of_something_else_is_begun_anew(tmp_path: Path) -> None:
@@ -157,6 +174,7 @@ def test_a_run_tells_what_everybody_did_when(simulated_run: Any) -> None:
     assert episodes(events) == Counter(f"{row['id']}/{row['attempt']}" for row in ran)
     told = run.summary()["time"]
     assert sum(told["shares"].values()) == pytest.approx(1.0) and min(told["shares"].values()) >= 0
+    assert told["seconds"]["granted"] == len(ran), "of the time before the first look, too"
     assert told["seconds"]["episodes"] == len(ran) and told["seconds"]["wall"] <= run.summary()["wall_s"] + 1
     assert told["episode"]["world"] == pytest.approx(0.4), "two turns of 0.2 s"
     parts = sum(seconds for name, seconds in told["episode"].items() if name != "seconds")
@@ -199,6 +217,7 @@ def test_a_director_that_dies_loses_only_what_it_did_itself(simulated_run: Any) 
     check(events)
     ran = Run(run.folder).trajectories().select(["id", "attempt"]).to_pylist()
     assert episodes(events) == Counter(f"{row['id']}/{row['attempt']}" for row in ran)
+    assert run.summary()["time"]["seconds"]["granted"] < len(ran), "what was for directors before is not counted again"
     looked = Counter((e["name"], e["args"]["step"]) for e in events if e["pid"] == pid_of("learner") and e["name"] == "train")
     assert looked == {("train", step): 1 for step in range(1, 7)}
 
@@ -207,14 +226,52 @@ def test_a_director_that_dies_loses_only_what_it_did_itself(simulated_run: Any) 
 
 
 def test_learning_beside_sampling_is_the_share_of_training_in_which_generators_had_work() -> None:
-    def of(name: str, span: str, *moments: tuple[float, float]) -> Spans:
-        return Spans(name, 0.0, 0, [Span(span, begin, end) for begin, end in moments], {})
+    def of(name: str, *moments: tuple[float, float]) -> Spans:
+        return Spans(name, 0.0, 0, [], {}, list(moments))
 
-    learner = of("learner", "train", (0.0, 4.0), (10.0, 14.0))
-    others = [of("generator-0", "sampling", (1.0, 3.0)), of("generator-1", "sampling", (2.0, 5.0), (13.0, 20.0))]
-    assert timeline._together([learner, *others, of("learner", "cold start", (20.0, 30.0))]) == (4.0, 8.0)
+    learner = of("learner", (0.0, 4.0), (10.0, 14.0))
+    others = [of("generator-0", (1.0, 3.0)), of("generator-1", (2.0, 5.0), (13.0, 20.0))]
+    assert timeline._together([learner, *others, of("store", (0.0, 30.0))]) == (4.0, 8.0)
     assert timeline._together([learner]) == (0.0, 8.0)
     assert timeline._together(others) == (0.0, 0.0)
+
+
+class Actors:
+    """The context of a director with very many actors, of which each has worked for ten minutes, with two pauses a second."""
+
+    def __init__(self) -> None:
+        self.name, self.clock, self.moment = "director", self, 1000.0
+        self.logs = {name: SpanLog(self.now, busy=busy) for name, busy in (("learner", "train"), ("generator-0", "sampling"))}
+        requests = InFlight(self.logs["generator-0"], "sampling", "requests in flight")
+        for _ in range(1200):
+            with requests:
+                self.moment += 0.45
+            self.moment += 0.05
+        requests.cut()
+        self.logs["learner"].add("train", 1000.0)
+
+    def now(self) -> float:
+        return self.moment
+
+    def ref(self, name: str, cls: Any) -> Any:
+        log = self.logs.get(name, self.logs["generator-0"])
+
+        async def spans(message: GetSpans) -> Spans:
+            return log.told(name, message)
+
+        return SimpleNamespace(spans=spans)
+
+
+@pytest.mark.parametrize("pools", [2, 1008])
+async def test_overlap_is_true_in_long_steps_and_large_companies_and_the_trace_is_bounded(tmp_path: Path, pools: int) -> None:
+    context: Any = Actors()
+    heard = timeline.Timeline(context, str(tmp_path / "timeline.json"), {})
+    heard.own.add("step", 1000.0)
+    heard._looked = 1000.0
+    found = await heard.look(["learner", "generator-0", *(f"env-{number}" for number in range(pools))], None)
+    assert found["overlap"] == pytest.approx(0.9, abs=1e-3)
+    lines = sum(event["ph"] in "XC" for event in read(tmp_path / "timeline.json"))
+    assert lines <= timeline.SPANS and (tmp_path / "timeline.json").stat().st_size < trace_file.LIMIT
 
 
 async def test_a_turn_notes_nothing_and_sends_nothing(pool_of: Any) -> None:

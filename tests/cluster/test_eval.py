@@ -209,7 +209,7 @@ def test_tasks_that_were_trained_on_are_refused_unless_forced(trained: Simulated
     assert seen == history.tasks[:3]
     assert guard(choose("held-out", 50, WORLD, history), history, force=False) == {}
     mixed = [WORLD.task("heldout", 0), *seen]
-    with pytest.raises(ConfigError, match=r"^3 of 4 tasks were trained on, in '.*run-1' \(train/10000, .*--force$"):
+    with pytest.raises(ConfigError, match=r"^3 of 4 tasks were trained on, in '.*run-1' \(train/10007, .*--force$"):
         guard(mixed, history, force=False)
     assert guard(mixed, history, force=True) == {task.id: str(trained.folder) for task in seen}
 

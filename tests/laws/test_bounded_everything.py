@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.laws.conftest import SeededEngine
 from tests.laws.rollouts import Run, every_seed
 from troupe.actors import dispatcher as dispatching
+from troupe.actors.company import Company
 from troupe.actors.context import within
 from troupe.actors.env_pool import EnvPool
 from troupe.actors.learner import Learner
@@ -34,6 +36,7 @@ from troupe.protocol.messages import (
     Sampling,
     Train,
     Trained,
+    Weights,
 )
 from troupe.protocol.trajectory import Task
 
@@ -115,6 +118,59 @@ def test_a_batch_that_is_lost_with_its_store_before_the_learner_has_it_is_asked_
     run = simulated_run(steps=2, eval__tasks=0)
     run.play(0)
     assert run.summary()["finished"] and run.crashes[0][1] == "store" and run.simulation.loop.time() < 60.0
+
+
+@pytest.mark.parametrize("slow", ["evaluation", "demonstrations", "train", "cold start"])
+def test_what_takes_long_and_goes_on_is_waited_for(simulated_run: Any, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    changes: dict[str, Any] = {"eval__tasks": 0}
+    if slow == "evaluation":  # sixteen seconds each, one after the other
+        changes = {"env__actors": 1, "env__slots": 1, "env__options": {"turns": 2, "sleep": 8.0}, "eval__tasks": 8}
+        changes |= {"rollout__episode_s": 20.0, "rollout__groups_per_step": 1}
+    elif slow == "demonstrations":  # forty seconds each
+        changes |= {"env__options": {"turns": 2, "sleep": 20.0}, "cold_start__demonstrations": 32, "env__slots": 32}
+    work = Learner._work
+
+    async def _work(self: Learner, name: str, *args: Any, **labels: Any) -> Any:
+        await asyncio.sleep(3700.0 * (name == slow))
+        return await work(self, name, *args, **labels)
+
+    monkeypatch.setattr(Learner, "_work", _work)
+    run = simulated_run(steps=1, **changes)
+    run.play(0)
+    assert run.summary()["finished"]
+
+
+def test_an_evaluation_that_stands_still_is_given_up_and_says_what_could_help(
+    simulated_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatching.Dispatcher, "evaluate", lambda self, message: asyncio.sleep(50_000.0))
+    run = simulated_run(rollout__episode_s=20.0)
+    with pytest.raises(TimedOut, match=r"^dispatcher.evaluate has made no progress for 320 s: .* raise rollout.episode_s$"):
+        run.play(0)
+    assert run.simulation.loop.moment < 1_000.0
+
+
+@pytest.mark.parametrize(("allowed_s", "finishes"), [(900.0, True), (100.0, False)])
+def test_new_weights_wait_for_servers_as_long_as_those_may_take_to_start(
+    simulated_run: Any, monkeypatch: pytest.MonkeyPatch, allowed_s: float, finishes: bool
+) -> None:
+    run = simulated_run(
+        steps=2, eval__tasks=0, rollout__mode="sync", generator={"engine": "sglang", "sglang_start_s": allowed_s}
+    )
+    publish = Company.publish
+
+    async def lost(company: Company, weights: Weights) -> None:
+        if weights.version == 1 and not run.crashes:
+            monkeypatch.setattr(SeededEngine, "start", lambda self: asyncio.sleep(800.0))
+            run.crashes = [(0.0, name) for name in company.generators() if run.simulation.crash(name)]
+        await publish(company, weights)
+
+    monkeypatch.setattr(Company, "publish", lost)
+    if finishes:
+        run.play(0)
+    else:
+        with pytest.raises(TimedOut, match=r"no generator has proved version 1 for 400 s; .* raise generator.sglang_start_s"):
+            run.play(0)
 
 
 @pytest.mark.parametrize("how", ["async", "in a blocking thread"])

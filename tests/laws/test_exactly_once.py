@@ -18,7 +18,7 @@ import pytest
 from tests.laws.plots import SEED, Plot, drawn
 from tests.laws.rollouts import Run, Stage, every_seed, played
 from tests.laws.watched import Troubled
-from troupe.actors.groups import GROUPS_PER_STEP_LIMIT, seed_of
+from troupe.actors.groups import GROUPS_PER_STEP_LIMIT, seed_of, task_index
 from troupe.actors.settings import RolloutSettings
 from troupe.actors.simulated import Chaos
 from troupe.actors.tree import drawn as drawn_place
@@ -131,7 +131,7 @@ def test_the_tree_of_a_group_follows_from_its_numbers(run: Run) -> None:
 
 def asked(group: int, member: int) -> tuple[Task, int]:
     """The task and the seed that a run asks for under these numbers."""
-    return Troubled.task("train", SEED * 10_000_000_000 + group), seed_of(SEED, group, member)
+    return Troubled.task("train", task_index(SEED, group)), seed_of(SEED, group, member)
 
 
 def test_an_undisturbed_run_has_the_same_tasks_and_seeds_and_drops_nothing(model_folder: Path) -> None:

@@ -43,6 +43,8 @@ def of(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(of, args))
     if origin is list:
         return st.lists(of(args[0]), max_size=2)
+    if origin is tuple:
+        return st.tuples(*map(of, args))
     if origin is dict:
         return st.dictionaries(of(args[0]), of(args[1]), max_size=2)
     assert dataclasses.is_dataclass(hint), hint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +57,32 @@ def test_the_oldest_spans_are_forgotten_and_the_totals_are_not() -> None:
     newest = log.told("it", GetSpans(0, limit=7)).spans
     assert newest == answer.spans[-7:]
     assert log.told("it", GetSpans(answer.count + 5)).spans == []
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_neither_numbers_nor_limits_push_out_when_an_actor_was_busy(limit: int) -> None:
+    clock = Clock()
+    log = SpanLog(clock, busy="busy")
+    work = InFlight(log, "busy", "number")
+    first = log.told("it", GetSpans())
+    for number in range(3 * spans._KEPT):  # numbers that change all the time beside one piece of work, and other spans
+        clock.moment += spans._SAMPLE_S
+        log.sample("other", number)
+    for _ in range(2 * spans._KEPT):
+        with work:
+            clock.moment += 1.0
+        clock.moment += 1.0
+        log.add("other work", clock.moment - 0.5)
+    work.cut()
+    told = log.told("it", GetSpans(first.count, limit))
+    assert len(told.spans) == limit
+    assert sum(end - begin for begin, end in told.busy) == pytest.approx(told.totals["busy"])
+    assert log.told("it", GetSpans(told.count)).busy == []
+    whole = log.told("it", GetSpans(0, 10**6))
+    kept = [[span for span in whole.spans if (span.value is None) == is_span] for is_span in (True, False)]
+    assert [len(some) for some in kept] == [spans._KEPT] * 2, "neither pushes out the other"
+    newest = log.told("it", GetSpans(0, spans._KEPT + limit)).spans
+    assert len(newest) == spans._KEPT + limit and all(span in newest for span in kept[0]), "numbers have what room is left"
 
 
 @given(STEPS)
