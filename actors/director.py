@@ -194,7 +194,7 @@ class Director:
             if (self._step % config.checkpoint_every == 0 or restarted) and self._step < config.steps:
                 with contextlib.suppress(ActorLost, NotReady):  # a later one will do
                     await self._checkpoint()
-        while await company.patiently("learner.save", self._checkpoint, _LONGEST_S) != config.steps:
+        while await company.patiently("learner.save", self._checkpoint, _LONGEST_S) < config.steps:
             await self._train_and_publish(company, config.steps)
         await self._evaluate(company, "last")
         self._phase, self._finished = "finished", True

@@ -208,7 +208,7 @@ class GeneratorSettings(_Section):
     replicas: int = Field(1, ge=1, le=1024, description="generator actors")
     engine: Literal["local", "sglang", "vllm"] = Field("local", description="generation engine, see docs/engines.md")
     max_running: int = Field(64, ge=1, description="requests that one replica advances together")
-    threads: int = Field(1, ge=1, description="CPU threads of one replica")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of one replica")
     device: Device = Field("cpu", description="cpu, cuda or cuda:N")
     sglang_python: str = Field("", description="interpreter in which SGLang is installed; empty: the one that runs Troupe")
     sglang_url: Annotated[str, AfterValidator(_address)] = Field(

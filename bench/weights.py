@@ -54,6 +54,8 @@ CASES = ("sync_seconds_500mb", "generation_pause_ms_small", "generation_pause_ms
 
 
 def main(quick: bool = typer.Option(False, help="fewer repetitions"), only: str = typer.Option("", help="one case")) -> None:
+    if only not in ("", *CASES):
+        raise typer.BadParameter(f"no case '{only}': choose one of {', '.join(CASES)}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for case in [name for name in CASES if only in ("", name)]:

@@ -106,7 +106,7 @@ def _progress(name: str) -> Iterator[Callable[[float, str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     columns = (TextColumn(name, markup=False), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar, told = progress.add_task("", total=1.0), -1
@@ -130,7 +130,7 @@ def _print(name: str, rows: Sequence[Any], seed: int) -> None:
         table.add_column(column, justify="right" if column == "n" else "left")
     for row in rows:
         table.add_row(name, row.player, _interval(row.success), _interval(row.reward), str(row.episodes), row.what)
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
     console.print(
         f"\nHeld-out tasks, each played once but by the LLM policy; 95 % intervals over tasks; seed {seed}.", soft_wrap=True

@@ -88,7 +88,7 @@ def measure(plan: Plan, *, address: str | None = None, quiet: bool = False) -> R
     from troupe.actors.host import RayContext
 
     namespace = f"troupe-bench-{os.getpid()}"
-    console = Console(file=sys.stderr, highlight=False, quiet=quiet)
+    console = Console(file=sys.stderr, highlight=False, quiet=quiet, emoji=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="troupe-bench-") as folder,
@@ -190,7 +190,7 @@ def rendered(report: Report) -> str:
     """Two tables: rates of each pool, and latencies of each call; then what broke."""
     total = whole(report)
     text = io.StringIO()
-    console = Console(file=text, width=120, markup=False, highlight=False)
+    console = Console(file=text, width=120, markup=False, highlight=False, emoji=False)
     rates = Table("pool", *(_right(n) for n in ("episodes", "failed", "steps", "refused", "steps/s", "episodes/s")), box=None)
     calls = Table("pool", "call", *(_right(n) for n in ("calls", "p50", "p90", "p99", "longest")), box=None)
     for pool in [*report.pools, total] if len(report.pools) > 1 else [total]:

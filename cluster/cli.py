@@ -77,6 +77,11 @@ def train(
         raise ConfigError("name a recipe (recipes/frozen_lake.toml), a world (--env), or a run to --resume")
     if resume and launch.is_finished(folder, config):
         raise ConfigError(f"'{resume}' is finished, at step {config.steps}. For more of it: --resume {resume} --steps N")
+    if resume and (reached := launch.reached(folder)) > config.steps:
+        raise ConfigError(
+            f"'{resume}' is at step {reached} already, and {config.steps} is counted from the beginning of the run: give "
+            f"--steps {reached} or more"
+        )
     launch.check(config)
     for sentence in composition.unused(config.learner):
         print(f"note: {sentence}")
@@ -93,7 +98,7 @@ def train(
         print(f"The newest announced policy answers at http://127.0.0.1:{port}/v1 once training begins.")
     try:
         with Progress(config.name, folder.name, where) as progress:
-            launch.train(config, folder, address=address, watch=progress, beside=beside)
+            launch.train(config, folder, address=address, watch=progress, asked=_asked(config, overrides), beside=beside)
     except KeyboardInterrupt:
         begun = resume or not launch.discard_if_unused(folder)
         print(f"Stopped. Go on with: troupe train --resume {shown}" if begun else "Stopped before anything was done.")
@@ -104,6 +109,13 @@ def train(
             raise
         raise type(error)(f"{error}\nWhat is done so far is safe. Go on with: troupe train --resume {shown}") from error
     print(closing(json.loads((folder / "summary.json").read_text()), shown, config.env.name))
+
+
+def _asked(config: Any, overrides: list[str]) -> dict[str, int]:
+    """Numbers of actors that were given with the command."""
+    given = {change.partition("=")[0].strip() for change in overrides}
+    numbers = {"env.actors": ("env", config.env.actors), "generator.replicas": ("generator", config.generator.replicas)}
+    return dict(number for key, number in numbers.items() if key in given)
 
 
 @app.command()
@@ -226,7 +238,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {_escaped(message)}")
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]troupe:[/red] {_escaped(message)}")
     sys.exit(code)
 
 

@@ -35,7 +35,7 @@ def list_() -> None:
         except ConfigError as error:  # somebody's package; it must not hide the others
             about = f"broken: {error}"
         table.add_row(name, about)
-    Console(highlight=False).print(table)
+    Console(highlight=False, emoji=False).print(table)
 
 
 @app.command()
@@ -107,7 +107,7 @@ def check(
 
     from troupe.envs.check import examine
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     with console.status("starting") as status:
         report = examine(
             name,
@@ -185,7 +185,7 @@ def _print_report(report: Any) -> None:
     table = Table("", "promise", "seen", box=None, pad_edge=False)
     for finding in report.sorted:
         table.add_row(Text(finding.status, styles[finding.status]), finding.name, Text(finding.detail))
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
     if report.seconds:
         console.print(f"\n{report.timing}")
@@ -226,7 +226,7 @@ def _play(run: Callable[[Coroutine[Any, Any, Any]], Any], driver: Any, task: Any
 
     from troupe.protocol.errors import BadArguments, InvalidAction, UnknownTool
 
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if driver.world.system:
         console.print(driver.world.system + "\n", style="dim")
     opening = run(driver.reset(task))

@@ -193,7 +193,7 @@ def _progress(total: int) -> Iterator[Callable[[int, list[str]], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)

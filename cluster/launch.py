@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,6 +134,13 @@ def is_finished(folder: Path, config: RunConfig) -> bool:
         return False
     known = json.loads(file.read_text())
     return bool(known["finished"]) and int(known["steps"]) >= config.steps
+
+
+def reached(folder: Path) -> int:
+    """Step of the newest checkpoint of the run in `folder`; 0 if there is none."""
+    from troupe.actors.learner import checkpoints
+
+    return max((step for step, _ in checkpoints(str(folder / "checkpoints"))), default=0)
 
 
 def new_folder(config: RunConfig, wanted: str | None) -> Path:
@@ -302,11 +309,15 @@ def train(
     *,
     address: str | None = None,
     watch: Watch | None = None,
+    asked: Mapping[str, int] | None = None,
     beside: Callable[[Launched], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> RunStatus:
     """Leads the run in `folder` to its end; `watch` is shown its status twice a second. `beside` is entered while it
-    runs (the public door, for example). Raises what broke the run, or KeyboardInterrupt; the folder resumes either way."""
+    runs (the public door, for example). asked: numbers of actors that count from now on, though `troupe scale` may have said
+    others. Raises what broke the run, or KeyboardInterrupt; the folder resumes either way."""
     with locked(folder):
+        if asked:
+            _ask(folder, asked)
         model_folder = prepare_model(config, folder)
         namespace = f"troupe-{folder.name}"
         with ray_session(address, namespace) as reached:
@@ -320,6 +331,15 @@ def train(
             finally:
                 announce.unlink(missing_ok=True)
                 shutil.rmtree(folder / "weights", ignore_errors=True)  # what was on its way to generators
+
+
+def _ask(folder: Path, numbers: Mapping[str, int]) -> None:
+    from troupe.actors.host import WallClock
+    from troupe.actors.ledger import Ledger
+
+    ledger = Ledger(str(folder), WallClock())
+    if known := ledger.wanted():
+        ledger.note("scale", wanted={**known, **numbers}, why="asked for at --resume")
 
 
 def place(config: RunConfig) -> None:
@@ -440,6 +460,8 @@ def attached(path: str) -> Iterator[Any]:
     folder, config = known_folder(path)
     file = folder / "run.json"
     if not file.exists() or not _is_led(folder):
+        if is_finished(folder, config):
+            raise ConfigError(f"'{path}' is finished. For more of it: troupe train --resume {path} --steps N")
         raise ConfigError(f"'{path}' is not running. Go on with: troupe train --resume {path}")
     known = json.loads(file.read_text())
     if "ray" not in sys.modules:

@@ -21,7 +21,7 @@ def fetch(name: NAME) -> None:
 
     from troupe.cluster import models
 
-    notes = Console(stderr=True, highlight=False)
+    notes = Console(stderr=True, highlight=False, emoji=False)
     model = models.fetch(name, lambda text: notes.print(f" · {text}"))
     print(model.folder)
     print(f"weights {model.checksum or 'of unknown origin: this folder was not made by `troupe models fetch`'}")
@@ -40,7 +40,7 @@ def list_() -> None:
     for name in sorted({*here, *models.CATALOGUE}):
         about = models.CATALOGUE[name].about if name in models.CATALOGUE else "a folder of yours"
         table.add_row(name, about, str(here[name].folder) if name in here else f"troupe models fetch {name}")
-    Console(soft_wrap=True, highlight=False).print(table)
+    Console(soft_wrap=True, highlight=False, emoji=False).print(table)
 
 
 @app.command()

@@ -26,7 +26,7 @@ class Progress:
     def __init__(self, name: str, run: str, where: str, console: Console | None = None) -> None:
         self._title = f"troupe · {name} · run {run}"
         self._where = where
-        self._console = console or Console(file=sys.stdout, highlight=False)
+        self._console = console or Console(file=sys.stdout, highlight=False, emoji=False)
         self._live: Live | None = None
         self._printed_step = 0
         self._printed_phase = ""

@@ -206,7 +206,7 @@ class LearnerConfig(_Settings):
         le=1024,
         description="processes that share weights and work (FSDP), each on its own GPU, or on the CPU; see docs/ranks.md",
     )
-    threads: int = Field(1, ge=1, description="CPU threads of each rank")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of each rank")
     device: DeviceOrAuto = Field("auto", description="cpu, cuda or cuda:N; auto: the GPU that this process sees, else the CPU")
 
     @model_validator(mode="after")

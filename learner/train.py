@@ -363,7 +363,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]troupe:[/red] {escape(message)}")
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]troupe:[/red] {escape(message)}")
     sys.exit(code)
 
 

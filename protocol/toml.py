@@ -5,6 +5,7 @@ Promise: an unknown key or a wrong type names the file, the line and the nearest
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from pathlib import Path
@@ -71,8 +72,7 @@ def validate(kind: type[M], data: dict[str, Any], where: str, text: str = "", ov
             if name == key or name.startswith(f"{key}."):
                 at = f"{where} with {change}"
         if first["type"] == "extra_forbidden":
-            known = _known_keys(kind)
-            raise ConfigError(f"{at}: unknown key '{name}'.{nearest(name, known)}") from error
+            raise ConfigError(f"{at}: unknown key '{name}'.{_meant(name, _known_keys(kind))}") from error
         raise ConfigError(f"{at}: {_reason(name, first)}") from error
 
 
@@ -96,6 +96,16 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
             if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
                 keys += _known_keys(kind, f"{prefix}{name}.")
     return keys
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """`" Did you mean 'x'?"` for the key that is likest, of the same section if it can be."""
+    section, _, last = name.rpartition(".")
+    beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
+    others = [key for key in known if not name.startswith(f"{key}.")]
+    likest = [f"{section}.{key}".lstrip(".") for key in difflib.get_close_matches(last, beside, n=1, cutoff=0.6)]
+    likest += difflib.get_close_matches(name, others, n=1, cutoff=0.75)
+    return f" Did you mean '{likest[0]}'?" if likest else ""
 
 
 def _line_of(text: str, keys: list[str]) -> int:

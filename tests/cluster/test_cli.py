@@ -1,5 +1,6 @@
 """The command line: bad input to any command is one clear line on standard error and a non-zero exit, and loses nothing."""
 
+import json
 import multiprocessing
 import os
 import subprocess
@@ -40,6 +41,10 @@ def troupe(tmp_path):
     used.mkdir()
     (used / "config.toml").write_text('name = "used"\n[env]\nname = "echo"\n')
     (used / "precious").write_text("results")
+    for name in ("far", "done"):
+        (tmp_path / name / "checkpoints" / "step-27").mkdir(parents=True)
+        (tmp_path / name / "config.toml").write_text(f'name = "{name}"\nsteps = 40\n[env]\nname = "echo"\n')
+        (tmp_path / name / "summary.json").write_text(json.dumps({"finished": name == "done", "steps": 40}))
     env = {**os.environ, "TROUPE_MODELS": str(tmp_path / "empty"), "COLUMNS": "200", "NO_COLOR": "1"}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         env.pop(name, None)
@@ -115,11 +120,17 @@ TRAIN = [
     ((LAKE, "--run-dir", "good.py"), "run folder 'good.py' exists"),
     (("--resume", "empty"), "'empty' is no run folder: it has no config.toml"),
     (("--resume", "gone"), "'gone' is no run folder"),
+    (("--resume", "far", "--steps", "3"), "'far' is at step 27 already, and 3 is counted from the beginning of the run"),
+    (("--resume", "done"), "'done' is finished, at step 40. For more of it: --resume done --steps N"),
+    ((LAKE, "--set", "generator.device=cuda:-1"), "generator.device=cuda:-1"),
+    ((LAKE, "--set", "generator.threads=100000"), "'generator.threads' = 100000: Input should be less than or equal to 1024"),
     ((LAKE, "--resume", "used"), "--resume takes its recipe and folder from the run"),
     ((LAKE, "--stepz", "9"), ". See: "),
     ((LAKE, "--seed", "one"), "'--seed'"),
 ]
 OTHERS = [
+    (("scale", "done", "--pools", "2"), "'done' is finished. For more of it: troupe train --resume done --steps N"),
+    (("scale", "far", "--pools", "2"), "'far' is not running. Go on with: troupe train --resume far"),
     (("query", "empty", "SELECT 1"), "'empty' is not a run folder"),
     (("query", "usde", "SELECT 1"), "there is no run folder 'usde'. Did you mean 'used'?"),
     (("query", "used", "SELEKT 1"), "SELEKT"),

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from troupe.actors.host import WallClock
+from troupe.actors.ledger import Ledger
 from troupe.actors.settings import RunConfig
 from troupe.cluster import config as recipes
+from troupe.cluster import launch
 from troupe.protocol.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +59,30 @@ def test_there_are_recipes():
 def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(recipe):
     path = recipe(RECIPE + 'advantge = "grpo"\n')
     assert error_of(path) == f"{path} line 11: unknown key 'learner.advantge'. Did you mean 'learner.advantage'?"
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("generator.foo", ""),
+        ("generator.max_cached_tokens", ""),
+        ("generator.thread", " Did you mean 'generator.threads'?"),
+        ("rolout.group_size", " Did you mean 'rollout.group_size'?"),
+    ],
+)
+def test_no_key_is_offered_that_nobody_meant(recipe, key, hint):
+    with pytest.raises(ConfigError, match=r"unknown key") as refused:
+        recipes.read(recipe(RECIPE), [f"{key}=1"])
+    assert str(refused.value).endswith(f"'.{hint}")
+
+
+def test_a_number_that_is_given_at_a_resume_counts_though_the_run_was_scaled(tmp_path):
+    ledger = Ledger(str(tmp_path), WallClock())
+    launch._ask(tmp_path, {"generator": 4})
+    assert ledger.wanted() == {}, "it was never scaled: the recipe says it"
+    ledger.note("scale", wanted={"env": 2, "generator": 3})
+    launch._ask(tmp_path, {"generator": 1})
+    assert ledger.wanted() == {"env": 2, "generator": 1}
 
 
 def test_an_unknown_section_is_named_with_its_line(recipe):
