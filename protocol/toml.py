@@ -99,12 +99,11 @@ def _known_keys(model: type[pydantic.BaseModel], prefix: str = "") -> list[str]:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    """`" Did you mean 'x'?"` for the key that is likest, of the same section if it can be."""
+    """`" Did you mean 'x'?"` for the key that is likest: of that section, or called so in another."""
     section, _, last = name.rpartition(".")
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
-    others = [key for key in known if not name.startswith(f"{key}.")]
-    likest = [f"{section}.{key}".lstrip(".") for key in difflib.get_close_matches(last, beside, n=1, cutoff=0.6)]
-    likest += difflib.get_close_matches(name, others, n=1, cutoff=0.75)
+    likest = [f"{section}.{key}".lstrip(".") for key in difflib.get_close_matches(last, beside, n=1, cutoff=0.7)]
+    likest += [key for key in known if key.endswith(f".{last}")]
     return f" Did you mean '{likest[0]}'?" if likest else ""
 
 

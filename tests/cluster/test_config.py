@@ -66,8 +66,9 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_key(recipe):
     [
         ("generator.foo", ""),
         ("generator.max_cached_tokens", ""),
+        ("learner.group_size", " Did you mean 'rollout.group_size'?"),
         ("generator.thread", " Did you mean 'generator.threads'?"),
-        ("rolout.group_size", " Did you mean 'rollout.group_size'?"),
+        ("rolout.group_size", " Did you mean 'rollout'?"),
     ],
 )
 def test_no_key_is_offered_that_nobody_meant(recipe, key, hint):
