@@ -104,6 +104,7 @@ def _meant(name: str, known: list[str]) -> str:
     beside = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
     likest = [f"{section}.{key}".lstrip(".") for key in difflib.get_close_matches(last, beside, n=1, cutoff=0.7)]
     likest += [key for key in known if key.endswith(f".{last}")]
+    likest += difflib.get_close_matches(name, [key for key in known if not name.startswith(f"{key}.")], n=1, cutoff=0.85)
     return f" Did you mean '{likest[0]}'?" if likest else ""
 
 
