@@ -78,7 +78,7 @@ async def test_weights_that_change_under_64_requests_part_their_tokens_exactly(
             other = logprobs_of(logits_of(models[3 - version], prompt, got.tokens)[chosen], got.tokens[chosen])
             wrong.append(got.logprobs[chosen] - other)
     # In bfloat16 transformers rounds, too: the engine may be as far from the truth, and rounds otherwise.
-    worst = kind.atol if dtype == torch.float32 else 2 * np.abs(np.concatenate(theirs)).max()
+    worst = kind.atol if dtype == torch.float32 else kind.rough * np.abs(np.concatenate(theirs)).max()
     assert np.abs(np.concatenate(errors)).max() <= worst
     assert np.median(np.abs(np.concatenate(wrong))) > 100 * kind.atol, "the two weights say the same: nothing is proved"
 

@@ -156,6 +156,17 @@ async def test_a_killed_server_fails_what_is_in_flight_with_a_typed_error_and_no
 
 
 @VLLM
+async def test_weights_that_diverged_are_an_error_not_a_token(tmp_path: Path) -> None:
+    model: Any = llama(2)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(float("nan"))
+    async with _own(tmp_path, busy=2) as (engine, calls, _):
+        await engine.load_weights(2, tensors_of(model))
+        for outcome in await _soon(asyncio.gather(*calls, engine.generate(request([1, 2])), return_exceptions=True)):
+            assert isinstance(outcome, RemoteError) and "diverged" in str(outcome)
+
+
+@VLLM
 async def test_a_server_that_says_it_is_well_and_samples_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
