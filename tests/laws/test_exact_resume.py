@@ -149,7 +149,7 @@ def test_every_step_of_a_run_is_replayed_to_the_byte_by_the_learner_alone(simula
     run = simulated_run(rollout__max_staleness=2, keep_checkpoints=2, learner__advantage=f"{credit}:by_length")
     config = run.config
     run.make_trainer = lambda: make_trainer(config.learner, config.model_settings(str(run.model_folder)), config.seed)
-    run.play(3, crashes=4, until_s=20.0)
+    run.play(0, crashes=4, until_s=20.0)
     assert run.crashes
     for step, begins in ((2, 1), (4, 3)):  # after checkpoints 0 and 2
         command = ["--run", str(run.folder), "--step", str(step), "--model", str(run.model_folder), "--json"]
