@@ -135,9 +135,10 @@ async def test_nothing_is_sampled_in_a_pause_and_what_comes_meanwhile_waits(kind
             await asyncio.sleep(0.2)  # what was sampled before may still be under way
         assert max(sampled) < 4000 and not late.done()
         await engine.resume()
-        for i, (prompt, one, n) in enumerate(zip(prompts, running, sampled, strict=True)):
+        for i, (one, n) in enumerate(zip(running, sampled, strict=True)):
             await one.has(n + 5)
             await engine.abort(str(i))
+        for prompt, one, n in zip(prompts, running, sampled, strict=True):
             got = await one.end()
             assert got.finish == "abort" and (len(got.tokens) == n if mode == "abort" else n < len(got.tokens) < 4000)
             assert_true(kind, model, prompt, got)
