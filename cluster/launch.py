@@ -230,7 +230,7 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
     import ray
 
     _remove_abandoned()
-    temporary = ""
+    temporary, before = "", os.environ.get("TMPDIR")
     common: dict[str, Any] = {"namespace": namespace, "logging_level": logging.ERROR, "log_to_driver": False}
     try:
         if address:
@@ -241,7 +241,7 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
         else:
             short = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_TMPDIR else "/tmp"
             temporary = tempfile.mkdtemp(prefix=f"{_TEMPORARY}{os.getpid()}-", dir=short)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = temporary  # else torch leaves a folder beside it
+            os.environ["TMPDIR"] = temporary  # so that what killed actors, torch and others leave behind goes with it
             for last in (False, True):  # Ray gives its own processes 30 s, which on a busy machine they may miss
                 try:
                     ray.init(_temp_dir=temporary, include_dashboard=False, **common)
@@ -258,7 +258,9 @@ def ray_session(address: str | None, namespace: str) -> Iterator[str]:
     finally:
         ray.shutdown()
         if temporary:
-            os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            os.environ.pop("TMPDIR", None)
+            if before is not None:
+                os.environ["TMPDIR"] = before
             _end_stragglers(temporary)
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -323,7 +323,7 @@ def test_a_run_without_a_checkpoint_and_a_model_without_a_world_are_refused(simu
 
 # -- for real --------------------------------------------------------------------------------------------------------
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TORCHINDUCTOR"))}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "TMPDIR"))}
 SMALL = {
     "cold_start.steps": 40,
     "cold_start.demonstrations": 200,
