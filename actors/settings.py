@@ -226,11 +226,11 @@ class GeneratorSettings(_Section):
     sglang_weights: Literal["tensors", "disk", "distributed"] = Field(
         "tensors", description="how weights get to the server; distributed: from the learner itself, by `transfer`"
     )
-    sglang_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a server may take to start")
+    sglang_start_s: float = Field(300.0, gt=0, le=590, description="seconds that a server may take to start; an actor has 600")
     sglang_args: list[str] = Field(default_factory=list, description="further flags of the server")
     vllm_python: str = Field("", description="interpreter in which vLLM is installed; empty: the one that runs Troupe")
     vllm_tokens: int = Field(65_536, ge=64, description="tokens whose keys and values a vLLM server holds")
-    vllm_start_s: float = Field(300.0, gt=0, allow_inf_nan=False, description="seconds that a vLLM server may take to start")
+    vllm_start_s: float = Field(300.0, gt=0, le=590, description="seconds that a vLLM server may take to start (an actor: 600)")
     vllm_args: list[str] = Field(default_factory=list, description="further flags of the vLLM server")
 
     transfer: Literal["object_store", "disk", "gloo", "nccl"] = Field(

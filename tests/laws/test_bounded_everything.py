@@ -150,7 +150,7 @@ def test_an_evaluation_that_stands_still_is_given_up_and_says_what_could_help(
     assert run.simulation.loop.moment < 1_000.0
 
 
-@pytest.mark.parametrize(("allowed_s", "finishes"), [(900.0, True), (100.0, False)])
+@pytest.mark.parametrize(("allowed_s", "finishes"), [(580.0, True), (100.0, False)])
 def test_new_weights_wait_for_servers_as_long_as_those_may_take_to_start(
     simulated_run: Any, monkeypatch: pytest.MonkeyPatch, allowed_s: float, finishes: bool
 ) -> None:
@@ -161,7 +161,7 @@ def test_new_weights_wait_for_servers_as_long_as_those_may_take_to_start(
 
     async def lost(company: Company, weights: Weights) -> None:
         if weights.version == 1 and not run.crashes:
-            monkeypatch.setattr(SeededEngine, "start", lambda self: asyncio.sleep(800.0))
+            monkeypatch.setattr(SeededEngine, "start", lambda self: asyncio.sleep(500.0))
             run.crashes = [(0.0, name) for name in company.generators() if run.simulation.crash(name)]
         await publish(company, weights)
 
