@@ -49,8 +49,8 @@ class Kind:
 
     make: from a function that makes the model, and limits by the names that `LocalEngine` has, to an engine that is not
     started; a limit that it does not know it ignores. atol: of a float32 logprob, against plain transformers. rough: how many
-    times as far as transformers' a bfloat16 logprob may be from the exact one. marks: of its tests. elsewhere: why a test (its
-    pytest node) is not one for this engine; "" where it is.
+    times as far as transformers' bfloat16 logprobs may be from the exact ones, in root mean square. marks: of its tests.
+    elsewhere: why a test (its pytest node) is not one for this engine; "" where it is.
     """
 
     make: Callable[..., Engine]

@@ -77,10 +77,17 @@ async def test_weights_that_change_under_64_requests_part_their_tokens_exactly(
             chosen = got.versions == version
             other = logprobs_of(logits_of(models[3 - version], prompt, got.tokens)[chosen], got.tokens[chosen])
             wrong.append(got.logprobs[chosen] - other)
-    # In bfloat16 transformers rounds, too: the engine may be as far from the truth, and rounds otherwise.
-    worst = kind.atol if dtype == torch.float32 else kind.rough * np.abs(np.concatenate(theirs)).max()
-    assert np.abs(np.concatenate(errors)).max() <= worst
+    off, rounded = np.concatenate(errors), np.concatenate(theirs)
+    if dtype == torch.float32:
+        assert np.abs(off).max() <= kind.atol
+    else:  # transformers rounds, too; the largest of a sample says little, so it may be twice as large again
+        assert _size(off) <= kind.rough * _size(rounded) and np.abs(off).max() <= 2 * kind.rough * np.abs(rounded).max()
     assert np.median(np.abs(np.concatenate(wrong))) > 100 * kind.atol, "the two weights say the same: nothing is proved"
+
+
+def _size(errors: Any) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.square(errors).mean()))
 
 
 def _exactly(models: dict[int, torch.nn.Module]) -> dict[int, torch.nn.Module]:
