@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -189,6 +190,7 @@ print(Receiver("g").receive(offer)["w"].tolist())
 """
 
 
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048, reason="a process may not have that many here")
 def test_a_learner_with_thousands_of_descriptors_which_ran_out_of_them_once_serves_on() -> None:
     done = subprocess.run([sys.executable, "-c", CROWDED], capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{list(map(float, range(9)))}\n", done.stderr
